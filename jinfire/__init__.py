@@ -1,0 +1,58 @@
+"""Pure-JAX LLM inference with prefill and decode on separate meshes."""
+
+from jinfire.checkpoints import load_tokenizer, open_checkpoint
+from jinfire.config import EngineConfig, ModelConfig, Placement
+from jinfire.engine import Engine
+from jinfire.errors import (
+    CheckpointMismatch,
+    EmptyPrompt,
+    OutOfPages,
+    RequestTooLong,
+    TransferFailed,
+    UnknownToken,
+    UnsupportedConfig,
+)
+from jinfire.fetch import fetch
+from jinfire.metrics import DEFINITIONS, EventLog, RequestMetrics, request_metrics, summary
+from jinfire.model import Model
+from jinfire.request import (
+    FinishReason,
+    RequestOutput,
+    SamplingParams,
+    TokenEvent,
+    TokenLogprobs,
+)
+from jinfire.tokenizer import Tokenizer
+from sharding import MeshSpec
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DEFINITIONS",
+    "CheckpointMismatch",
+    "EmptyPrompt",
+    "Engine",
+    "EngineConfig",
+    "EventLog",
+    "FinishReason",
+    "MeshSpec",
+    "Model",
+    "ModelConfig",
+    "OutOfPages",
+    "Placement",
+    "RequestMetrics",
+    "RequestOutput",
+    "RequestTooLong",
+    "SamplingParams",
+    "TokenEvent",
+    "TokenLogprobs",
+    "Tokenizer",
+    "TransferFailed",
+    "UnknownToken",
+    "UnsupportedConfig",
+    "fetch",
+    "load_tokenizer",
+    "open_checkpoint",
+    "request_metrics",
+    "summary",
+]

@@ -1,0 +1,57 @@
+"""Grouped-query attention over whatever holds the keys and values."""
+
+from typing import Protocol, Self
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jinfire.config import ModelConfig
+from jinfire.layers.linear import Linear, RowParallelLinear
+from jinfire.layers.norm import RMSNorm
+from jinfire.layers.rope import apply_rope
+
+
+class LayerKV(Protocol):
+    """Keys and values of one layer, old and new.
+
+    `attend` stores the new keys and values and returns the attention output of the queries over
+    everything they may see, with the updated store. Data moves by argument and return value only.
+    """
+
+    def attend(
+        self, query_BTNH: jax.Array, key_BTKH: jax.Array, value_BTKH: jax.Array, scale: float
+    ) -> tuple[jax.Array, Self]: ...
+
+
+class Attention(nnx.Module):
+    """Causal grouped-query attention with rotary positions and optional per-head q/k norm."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype):
+        width, head_dim = config.width, config.head_dim
+        query_rows, kv_rows = config.num_heads * head_dim, config.num_kv_heads * head_dim
+        self.head_dim = head_dim
+        self.query = Linear(query_rows, width, ("heads", "embed"), dtype)
+        self.key = Linear(kv_rows, width, ("kv_heads", "embed"), dtype)
+        self.value = Linear(kv_rows, width, ("kv_heads", "embed"), dtype)
+        self.output = RowParallelLinear(width, query_rows, ("embed", "heads"), dtype)
+        self.query_norm = RMSNorm(head_dim, config.norm_eps, dtype) if config.qk_norm else None
+        self.key_norm = RMSNorm(head_dim, config.norm_eps, dtype) if config.qk_norm else None
+
+    def __call__[KV: LayerKV](
+        self, hidden_BTD: jax.Array, rope: tuple[jax.Array, jax.Array], kv: KV
+    ) -> tuple[jax.Array, KV]:
+        query_BTNH = self._heads(self.query(hidden_BTD))
+        key_BTKH = self._heads(self.key(hidden_BTD))
+        value_BTKH = self._heads(self.value(hidden_BTD))
+        if self.query_norm is not None and self.key_norm is not None:
+            query_BTNH, key_BTKH = self.query_norm(query_BTNH), self.key_norm(key_BTKH)
+        with jax.named_scope("rope"):
+            query_BTNH, key_BTKH = apply_rope(query_BTNH, rope), apply_rope(key_BTKH, rope)
+        with jax.named_scope("attend"):
+            scale = self.head_dim**-0.5
+            mixed_BTNH, kv = kv.attend(query_BTNH, key_BTKH, value_BTKH, scale)
+        return self.output(mixed_BTNH.reshape(*hidden_BTD.shape[:2], -1)), kv
+
+    def _heads(self, x_BTM: jax.Array) -> jax.Array:
+        return x_BTM.reshape(*x_BTM.shape[:2], -1, self.head_dim)

@@ -1,0 +1,175 @@
+"""How a model's logical tensors lie on one mesh: stages, slots, shards and padding.
+
+Weights of the layers that share a *slot* (their position within a stage) are one array with a
+leading stage axis that is sharded over pipeline, so every stage runs the same program. Stages
+with fewer layers hold zeros in their last slots, and a decoder layer of zeros is the identity.
+"""
+
+import dataclasses
+import functools
+
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from jinfire.config import LayerSpec, ModelConfig
+from jinfire.models.spec import ParamSpec, Skeleton, abstract_tree, skeleton
+from sharding import (
+    PIPELINE,
+    TENSOR,
+    MeshSpec,
+    check_divisible,
+    check_heads,
+    partition_spec,
+    stage_counts,
+)
+
+RULES = {
+    "stage": PIPELINE,
+    "vocab": (PIPELINE, TENSOR),
+    "heads": TENSOR,
+    "kv_heads": TENSOR,
+    "mlp": TENSOR,
+    "embed": None,
+    "norm": None,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class PhysicalTensor:
+    """One device array: which logical tensors it holds, by stage, and how it is sharded.
+
+    Shapes: `shape` is that of the global array, with a leading stage axis when `stacked`.
+    `sources` is the logical name per stage (None for a padded slot), one entry when not stacked.
+    """
+
+    shape: tuple[int, ...]
+    spec: PartitionSpec
+    sources: tuple[str | None, ...]
+    stacked: bool
+    axes: tuple[str | None, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class StageLayout:
+    """A model on a mesh of a given shape.
+
+    Raises: ValueError when heads, MLP width or layers cannot be split that way, with the sizes
+    that can.
+    """
+
+    config: ModelConfig
+    mesh_spec: MeshSpec
+
+    def __post_init__(self) -> None:
+        config, spec = self.config, self.mesh_spec
+        check_heads(config.num_heads, config.num_kv_heads, spec.tensor)
+        check_divisible("mlp width", config.mlp_width, TENSOR, spec.tensor)
+        if spec.expert > 1:
+            raise ValueError(
+                f"expert axis: expected 1 for the dense model family {config.family!r}, "
+                f"got {spec.expert}"
+            )
+        stage_counts(config.num_layers, spec.pipeline)
+
+    @functools.cached_property
+    def counts(self) -> tuple[int, ...]:
+        """Layers per stage."""
+        return stage_counts(self.config.num_layers, self.mesh_spec.pipeline)
+
+    @property
+    def slots(self) -> int:
+        """Layers that every stage's program runs."""
+        return max(self.counts)
+
+    def layer_at(self, stage: int, slot: int) -> int | None:
+        """Model layer in a stage's slot, None where the slot only pads."""
+        return sum(self.counts[:stage]) + slot if slot < self.counts[stage] else None
+
+    @functools.cached_property
+    def slot_specs(self) -> tuple[LayerSpec, ...]:
+        kinds = []
+        for slot in range(self.slots):
+            layers = [self.layer_at(stage, slot) for stage in range(self.mesh_spec.pipeline)]
+            specs = {self.config.layers[layer] for layer in layers if layer is not None}
+            if len(specs) != 1:
+                raise ValueError(
+                    f"pipeline {self.mesh_spec.pipeline}: expected layers of one kind in slot "
+                    f"{slot} of every stage, got {sorted(map(str, specs))}; choose a pipeline "
+                    "size at which the layer pattern repeats"
+                )
+            kinds.append(specs.pop())
+        return tuple(kinds)
+
+    @property
+    def skeleton(self) -> Skeleton:
+        """The module that one stage's program runs."""
+        return skeleton(self.config, self.slot_specs)
+
+    @property
+    def kv_heads(self) -> int:
+        """KV heads as stored: replicated up to one per tensor shard."""
+        return max(self.config.num_kv_heads, self.mesh_spec.tensor)
+
+    @property
+    def padded_vocab(self) -> int:
+        parts = self.mesh_spec.pipeline * self.mesh_spec.tensor
+        return -(-self.config.vocab_size // parts) * parts
+
+    @functools.cached_property
+    def tensors(self) -> dict[str, PhysicalTensor]:
+        """Every device array by slot name."""
+        logical = abstract_tree(self.config)
+        result = {}
+        for name in self.skeleton.names:
+            if name.startswith("layers."):
+                _, slot, rest = name.split(".", 2)
+                layers = [self.layer_at(s, int(slot)) for s in range(self.mesh_spec.pipeline)]
+                sources = tuple(None if i is None else f"layers.{i}.{rest}" for i in layers)
+                spec = logical[next(source for source in sources if source)]
+                shape, axes = (len(sources), *self._padded(spec)), ("stage", *spec.axes)
+                result[name] = PhysicalTensor(
+                    shape, partition_spec(axes, RULES), sources, True, axes
+                )
+            else:
+                spec = logical[name]
+                result[name] = PhysicalTensor(
+                    self._padded(spec), partition_spec(spec.axes, RULES), (name,), False, spec.axes
+                )
+        return result
+
+    def _padded(self, spec: ParamSpec) -> tuple[int, ...]:
+        sizes = {
+            "vocab": self.padded_vocab,
+            "kv_heads": self.kv_heads * self.config.head_dim,
+        }
+        return tuple(
+            sizes.get(axis or "", size) for axis, size in zip(spec.axes, spec.shape, strict=True)
+        )
+
+    def logical_slice(self, axis: str | None, index: slice, size: int) -> slice:
+        """The part of a logical axis that a shard's part of the physical axis holds.
+
+        A slice past the logical end (padded vocabulary) comes back shorter or empty. With
+        replicated KV heads one shard holds one head, and neighbours hold the same one.
+        """
+        start, stop, _ = index.indices(size)
+        if axis == "vocab":
+            end = self.config.vocab_size
+            return slice(min(start, end), min(stop, end))
+        if axis == "kv_heads" and self.kv_heads != self.config.num_kv_heads:
+            head_dim = self.config.head_dim
+            copies = self.kv_heads // self.config.num_kv_heads
+            first, last = start // head_dim // copies, (stop // head_dim - 1) // copies
+            if (stop - start) // head_dim != last - first + 1:
+                raise ValueError(
+                    f"kv heads: expected shards of one head of {head_dim}, got rows {start}:{stop}"
+                )
+            return slice(first * head_dim, (last + 1) * head_dim)
+        return slice(start, stop)
+
+    def fit(self, block: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        """A block padded with zeros up to a shard's shape."""
+        if block.shape == shape:
+            return block
+        padding = [(0, want - have) for want, have in zip(shape, block.shape, strict=True)]
+        return np.pad(block, padding)

@@ -1,0 +1,1 @@
+"""Jitted device programs: what one dispatch to a mesh computes."""

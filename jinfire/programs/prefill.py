@@ -1,0 +1,138 @@
+"""The prefill program: chunks of prompts through all stages, pages written, first tokens sampled."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jinfire.kvcache.pages import PagePair, Pools, pool_specs
+from jinfire.programs.batch import PrefillBatch
+from jinfire.programs.runtime import (
+    REPLICATED,
+    MeshModel,
+    Params,
+    Program,
+    global_pools,
+    local_pools,
+    shift_stages,
+)
+from jinfire.programs.sampler import TOP_LOGPROBS, Sampled, sample
+from pallas_kernels import prefill_attention, write_pages
+from sharding import PIPELINE, Schedule
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillKV:
+    """One layer's pages during a prefill microbatch: `attend` writes, then reads."""
+
+    pages: PagePair
+    table_RW: jax.Array
+    starts_R: jax.Array
+    lengths_R: jax.Array
+    positions_RC: jax.Array
+    valid_RC: jax.Array
+
+    def attend(
+        self, query_BTNH: jax.Array, key_BTKH: jax.Array, value_BTKH: jax.Array, scale: float
+    ) -> tuple[jax.Array, "PrefillKV"]:
+        where = (self.table_RW, self.positions_RC, self.valid_RC)
+        pages = PagePair(
+            write_pages(self.pages.key, key_BTKH, *where),
+            write_pages(self.pages.value, value_BTKH, *where),
+        )
+        mixed = prefill_attention(
+            query_BTNH, *pages, self.table_RW, self.starts_R, self.lengths_R, scale=scale
+        )
+        return mixed, dataclasses.replace(self, pages=pages)
+
+
+def prefill_program(model: MeshModel) -> Program:
+    """The jitted prefill of one mesh: (params, pools, batch) -> (pools, Sampled [M, R]).
+
+    Donates: pools. One compiled program per (M, R, C, W).
+    """
+    pools = pool_specs(model.layout)
+    return model.program(
+        "prefill",
+        functools.partial(_prefill, model),
+        in_specs=(model.param_specs(), pools, REPLICATED),
+        out_specs=(pools, Sampled(*(REPLICATED,) * len(Sampled._fields))),
+        donate=(1,),
+    )
+
+
+def _prefill(
+    mesh_model: MeshModel, params: Params, pools: Pools, batch: PrefillBatch
+) -> tuple[Pools, Sampled]:
+    model = mesh_model.bind(params)
+    stages = mesh_model.stages
+    stage = jax.lax.axis_index(PIPELINE)
+    num_microbatches, num_rows, chunk = batch.token_ids.shape
+    schedule = Schedule(stages, num_microbatches)
+    embedded_MRCD = model.embed(batch.token_ids)
+
+    def tick(carry: tuple, now: jax.Array) -> tuple[tuple, None]:
+        pools, received, last_MRD = carry
+        entering, _, _ = schedule.index(now, 0)
+        microbatch, _, valid = schedule.index(now, stage)
+        rows = jax.tree.map(lambda leaf: leaf[microbatch], batch)
+        lengths_R = jnp.where(valid, rows.lengths, 0)
+        positions_RC = rows.starts[:, None] + jnp.arange(chunk, dtype=jnp.int32)[None]
+        valid_RC = jnp.arange(chunk, dtype=jnp.int32)[None] < lengths_R[:, None]
+        hidden_RCD = jnp.where(stage == 0, embedded_MRCD[entering], received)
+
+        def view(group: str, pages: PagePair) -> PrefillKV:
+            table_RW = rows.page_tables[group]
+            return PrefillKV(pages, table_RW, rows.starts, lengths_R, positions_RC, valid_RC)
+
+        hidden_RCD, pools = mesh_model.run_layers(model, hidden_RCD, positions_RC, pools, view)
+        final_R = jnp.maximum(lengths_R - 1, 0)
+        final_RD = jnp.take_along_axis(hidden_RCD, final_R[:, None, None], axis=1)[:, 0]
+        leaves_here = valid & (stage == stages - 1)
+        kept_RD = jnp.where(leaves_here, final_RD, last_MRD[microbatch])
+        last_MRD = last_MRD.at[microbatch].set(kept_RD)
+        return (pools, shift_stages(hidden_RCD, stages), last_MRD), None
+
+    width = embedded_MRCD.shape[-1]
+    dtype = embedded_MRCD.dtype
+    carry = (
+        local_pools(pools),
+        jnp.zeros((num_rows, chunk, width), dtype),
+        jnp.zeros((num_microbatches, num_rows, width), dtype),
+    )
+    if schedule.ticks == 1:
+        carry, _ = tick(carry, jnp.int32(0))
+    else:
+        carry, _ = jax.lax.scan(tick, carry, jnp.arange(schedule.ticks, dtype=jnp.int32))
+    pools, _, last_MRD = carry
+    sampled = jax.lax.cond(
+        jnp.any(batch.wants_token),
+        lambda last: _first_tokens(model, last, batch),
+        lambda last: _no_tokens(num_microbatches, num_rows),
+        # Only the last stage holds the outputs; the others add zeros.
+        jax.lax.psum(last_MRD, PIPELINE),
+    )
+    return global_pools(pools), sampled
+
+
+def _first_tokens(model, last_MRD: jax.Array, batch: PrefillBatch) -> Sampled:
+    num_microbatches, num_rows, width = last_MRD.shape
+    flat = num_microbatches * num_rows
+    logits = model.logits(model.final_norm(last_MRD.reshape(flat, width)))
+    positions = (batch.starts + batch.lengths).reshape(flat)
+    sampling = jax.tree.map(lambda leaf: leaf.reshape(flat), batch.sampling)
+    sampled = sample(logits, positions, sampling)
+    return jax.tree.map(
+        lambda leaf: leaf.reshape(num_microbatches, num_rows, *leaf.shape[1:]), sampled
+    )
+
+
+def _no_tokens(num_microbatches: int, num_rows: int) -> Sampled:
+    shape = (num_microbatches, num_rows)
+    return Sampled(
+        jnp.zeros(shape, jnp.int32),
+        jnp.zeros(shape, jnp.float32),
+        jnp.zeros((*shape, TOP_LOGPROBS), jnp.int32),
+        jnp.zeros((*shape, TOP_LOGPROBS), jnp.float32),
+    )

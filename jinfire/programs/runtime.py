@@ -1,0 +1,178 @@
+"""A model placed on one mesh, and jitted programs that count their compilations."""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jinfire.config import ModelConfig
+from jinfire.kvcache.pages import PagePair, Pools, group_slots
+from jinfire.layers.attention import LayerKV
+from jinfire.layout import StageLayout
+from jinfire.loading import TensorSource, load_params
+from jinfire.models.transformer import Transformer
+from sharding import PIPELINE, MeshSpec, make_mesh
+
+REPLICATED = PartitionSpec()
+Params = dict[str, jax.Array]
+
+
+@dataclasses.dataclass
+class CompileLog:
+    """How many programs were traced and compiled, and the seconds that took."""
+
+    count: int = 0
+    seconds: float = 0.0
+    names: list[str] = dataclasses.field(default_factory=list)
+
+
+class Program:
+    """A jitted function that records every compilation in a log.
+
+    Counting happens while tracing, which is when jit compiles; a call that compiles is timed from
+    outside (dispatch is asynchronous, so that is compile time and not execution).
+    """
+
+    def __init__(
+        self, name: str, function: Callable[..., Any], log: CompileLog, **jit_options: Any
+    ) -> None:
+        def traced(*args: Any) -> Any:
+            log.count += 1
+            log.names.append(name)
+            return function(*args)
+
+        self.name = name
+        self._log = log
+        self._call = jax.jit(traced, **jit_options)
+
+    def __call__(self, *args: Any) -> Any:
+        before, start = self._log.count, time.perf_counter()
+        result = self._call(*args)
+        if self._log.count > before:
+            self._log.seconds += time.perf_counter() - start
+        return result
+
+    def lower(self, *args: Any) -> jax.stages.Lowered:
+        """The program lowered for abstract or concrete arguments."""
+        return self._call.lower(*args)
+
+
+@dataclasses.dataclass
+class MeshModel:
+    """A model's weights on one mesh, with the layout that says what lies where."""
+
+    layout: StageLayout
+    mesh: Mesh
+    params: Params
+    log: CompileLog
+
+    @classmethod
+    def load(
+        cls,
+        source: TensorSource,
+        mesh_spec: MeshSpec,
+        devices: list[jax.Device],
+        dtype: np.dtype,
+        log: CompileLog,
+        desc: str = "weights",
+    ) -> "MeshModel":
+        """Weights read from `source` onto a new mesh over `devices`."""
+        layout = StageLayout(source.config, mesh_spec)
+        mesh = make_mesh(mesh_spec, devices)
+        return cls(layout, mesh, load_params(source, layout, mesh, dtype, desc), log)
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.layout.config
+
+    @property
+    def stages(self) -> int:
+        return self.layout.mesh_spec.pipeline
+
+    def param_specs(self) -> dict[str, PartitionSpec]:
+        return {name: tensor.spec for name, tensor in self.layout.tensors.items()}
+
+    def sharding(self, spec: PartitionSpec = REPLICATED) -> NamedSharding:
+        return NamedSharding(self.mesh, spec)
+
+    def replicate(self, tree: Any) -> Any:
+        """A tree of host or other-mesh arrays, copied to every device of this mesh."""
+        return jax.device_put(tree, self.sharding())
+
+    def program(
+        self,
+        name: str,
+        body: Callable[..., Any],
+        in_specs: tuple[Any, ...],
+        out_specs: Any,
+        donate: tuple[int, ...] = (),
+    ) -> Program:
+        """`body` on local shards, under `shard_map` and jit.
+
+        Output shardings are pinned, so that a result fed back in never compiles anew.
+        """
+        mapped = jax.shard_map(
+            body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
+        shardings = jax.tree.map(
+            self.sharding, out_specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)
+        )
+        return Program(name, mapped, self.log, out_shardings=shardings, donate_argnums=donate)
+
+    def bind(self, local_params: Params) -> Transformer:
+        """The stage's module on local shards (inside `shard_map`): the stage axis is dropped."""
+        tensors = self.layout.tensors
+        return self.layout.skeleton.bind(
+            {
+                name: value.reshape(value.shape[1:]) if tensors[name].stacked else value
+                for name, value in local_params.items()
+            }
+        )
+
+    def run_layers(
+        self,
+        model: Transformer,
+        hidden_BTD: jax.Array,
+        positions_BT: jax.Array,
+        pools: Pools,
+        view: Callable[[str, PagePair], LayerKV],
+    ) -> tuple[jax.Array, Pools]:
+        """All layers of this stage, each over its own pages.
+
+        `pools` holds local pages [P, Z, K, H]; `view(group, pages)` makes the layer's KV, whose
+        `pages` are taken back after the layer.
+        """
+        rope = model.rope(positions_BT)
+        slot_of = {
+            slot: (group, index)
+            for group, slots in group_slots(self.layout).items()
+            for index, slot in enumerate(slots)
+        }
+        updated = {group: list(pairs) for group, pairs in pools.items()}
+        for slot, layer in enumerate(model.layers):
+            group, index = slot_of[slot]
+            with jax.named_scope(f"slot_{slot}"):
+                hidden_BTD, kv = layer(hidden_BTD, rope, view(group, updated[group][index]))
+            updated[group][index] = kv.pages
+        return hidden_BTD, {group: tuple(pairs) for group, pairs in updated.items()}
+
+
+def local_pools(pools: Pools) -> Pools:
+    """Pools inside `shard_map`, without the stage axis."""
+    return jax.tree.map(lambda pages: pages.reshape(pages.shape[1:]), pools)
+
+
+def global_pools(pools: Pools) -> Pools:
+    """Inverse of `local_pools`."""
+    return jax.tree.map(lambda pages: pages[None], pools)
+
+
+def shift_stages(x: jax.Array, stages: int) -> jax.Array:
+    """Activations handed to the next stage (inside `shard_map`); the first stage gets zeros."""
+    if stages == 1:
+        return x
+    return jax.lax.ppermute(x, PIPELINE, [(stage, stage + 1) for stage in range(stages - 1)])

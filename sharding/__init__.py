@@ -1,0 +1,37 @@
+"""Meshes, logical-axis rules, pipeline schedules and transfers between meshes."""
+
+from sharding.mesh import (
+    AXES,
+    DATA,
+    EXPERT,
+    PIPELINE,
+    TENSOR,
+    MeshSpec,
+    make_mesh,
+    replicate,
+    split_devices,
+)
+from sharding.pipeline import Schedule, stage_counts
+from sharding.rules import Rules, check_divisible, check_heads, partition_spec
+from sharding.transfer import InFlight, Side, TransferPlan
+
+__all__ = [
+    "AXES",
+    "DATA",
+    "EXPERT",
+    "PIPELINE",
+    "TENSOR",
+    "InFlight",
+    "MeshSpec",
+    "Rules",
+    "Schedule",
+    "Side",
+    "TransferPlan",
+    "check_divisible",
+    "check_heads",
+    "make_mesh",
+    "partition_spec",
+    "replicate",
+    "split_devices",
+    "stage_counts",
+]

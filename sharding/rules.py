@@ -1,0 +1,75 @@
+"""Logical axis names mapped to mesh axes, and the sizes that can be split."""
+
+from collections.abc import Mapping, Sequence
+
+from jax.sharding import PartitionSpec
+
+from sharding.mesh import AXES
+
+# What each logical axis is split over: one mesh axis, several (major first), or nothing.
+Rules = Mapping[str, str | tuple[str, ...] | None]
+
+
+def partition_spec(axes: Sequence[str | None], rules: Rules) -> PartitionSpec:
+    """PartitionSpec of an array whose dimensions carry the logical names `axes`.
+
+    A dimension named None is not split.
+    Raises: ValueError for a logical axis without a rule, a rule that names no mesh axis, and a
+    mesh axis that would split two dimensions.
+    """
+    entries: list[str | tuple[str, ...] | None] = []
+    used: dict[str, str] = {}
+    for axis in axes:
+        if axis is None:
+            entries.append(None)
+            continue
+        if axis not in rules:
+            raise ValueError(f"logical axis {axis!r} has no rule; known: {sorted(rules)}")
+        rule = rules[axis]
+        mesh_axes = () if rule is None else (rule,) if isinstance(rule, str) else tuple(rule)
+        for mesh_axis in mesh_axes:
+            if mesh_axis not in AXES:
+                raise ValueError(
+                    f"rule for logical axis {axis!r}: expected mesh axes out of {AXES}, "
+                    f"got {mesh_axis!r}"
+                )
+            if mesh_axis in used:
+                raise ValueError(
+                    f"axes {tuple(axes)}: mesh axis {mesh_axis!r} splits both {used[mesh_axis]!r} "
+                    f"and {axis!r}; it can split one dimension"
+                )
+            used[mesh_axis] = axis
+        entries.append(mesh_axes[0] if len(mesh_axes) == 1 else mesh_axes or None)
+    return PartitionSpec(*entries)
+
+
+def check_heads(num_heads: int, num_kv_heads: int, tensor: int) -> None:
+    """Check that query and kv heads can be split over `tensor` devices.
+
+    Query heads are divided. Kv heads are divided too, or, where there are fewer than devices,
+    each is kept on tensor / num_kv_heads neighbouring devices.
+    Raises: ValueError that lists the valid tensor sizes.
+    """
+
+    def fits(size: int) -> bool:
+        divided = num_kv_heads % size == 0 or size % num_kv_heads == 0
+        return num_heads % size == 0 and divided
+
+    if not fits(tensor):
+        valid = ", ".join(str(size) for size in range(1, num_heads + 1) if fits(size))
+        raise ValueError(
+            f"{num_heads} query heads and {num_kv_heads} kv heads cannot be split over "
+            f"tensor={tensor}; valid sizes: {valid}"
+        )
+
+
+def check_divisible(what: str, size: int, axis: str, parts: int) -> None:
+    """Check that a dimension of `size` can be split into `parts` equal parts over a mesh axis.
+
+    Raises: ValueError that lists the divisors of `size`.
+    """
+    if size % parts:
+        valid = ", ".join(str(n) for n in range(1, min(size, 256) + 1) if size % n == 0)
+        raise ValueError(
+            f"{what} of size {size} cannot be split over {axis}={parts}; valid sizes: {valid}"
+        )
