@@ -76,7 +76,7 @@ venv:
 
 install: venv
 	@if [ ! -e $(RUNTIME_STAMP) ]; then \
-	    echo "==> installing jinfire (requirements/runtime.lock, about 0.6 GB on disk)"; \
+	    echo "==> installing jinfire (requirements/runtime.lock, about 0.6 GB)"; \
 	    $(PIP) --require-hashes -r requirements/runtime.lock; \
 	    $(PIP) --no-deps --no-build-isolation -e .; \
 	    rm -f .venv/.installed-runtime-*; \

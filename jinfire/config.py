@@ -147,8 +147,23 @@ class EngineConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"EngineConfig.{name}: expected an integer >= 1, got {value!r}")
-        if not self.prefill_shapes:
-            raise ValueError("EngineConfig.prefill_shapes: expected at least one (rows, chunk)")
+        for name, least in (("num_pages", 2), ("microbatches", 1)):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < least):
+                raise ValueError(
+                    f"EngineConfig.{name}: expected None or an integer >= {least}, got {value!r}"
+                )
+        shapes_ok = all(len(shape) == 2 and min(shape) >= 1 for shape in self.prefill_shapes)
+        if not self.prefill_shapes or not shapes_ok:
+            raise ValueError(
+                "EngineConfig.prefill_shapes: expected at least one (rows, chunk), both >= 1, got "
+                f"{self.prefill_shapes!r}"
+            )
+        for name in ("row_buckets", "context_buckets"):
+            if any(size < 1 for size in getattr(self, name)):
+                raise ValueError(
+                    f"EngineConfig.{name}: expected sizes >= 1, got {getattr(self, name)!r}"
+                )
 
     @property
     def table_width(self) -> int:

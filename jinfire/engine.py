@@ -6,48 +6,44 @@ read one step late, while the next dispatch runs.
 
 import collections
 import dataclasses
+import operator
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import jax
 import numpy as np
 
-from jinfire import request as requests
-from jinfire.checkpoints import load_tokenizer, open_checkpoint
+from jinfire.checkpoints import TensorSource, load_tokenizer, open_checkpoint
 from jinfire.config import EngineConfig, Placement
 from jinfire.errors import EmptyPrompt, UnknownToken
 from jinfire.kvcache.page_table import PagePool
-from jinfire.loading import TensorSource
-from jinfire.metrics import DEFINITIONS, EventLog, request_metrics
+from jinfire.ledger import Ledger, Live
+from jinfire.metrics import DEFINITIONS, EventLog
 from jinfire.models.spec import kv_bytes_per_token, parameter_count
 from jinfire.programs.handoff import Transit
 from jinfire.programs.sampler import Sampled
 from jinfire.progress import items_bar
-from jinfire.request import FinishReason, Request, RequestOutput, SamplingParams, TokenEvent
+from jinfire.request import (
+    Prompt,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    TokenEvent,
+    as_batch,
+    as_params,
+)
 from jinfire.runner import Issued, Runner
 from jinfire.scheduler import Scheduler
 from jinfire.sequence import Committed
 from jinfire.sequence import Sequence as LiveSequence
-from jinfire.text import Detokenizer
 from jinfire.tokenizer import Tokenizer
+from jinfire.weights import parse_dtype
+from sharding import Device
 
 MAX_PREFILLS_AHEAD = 2
 """Prefill dispatches under way at once: enough to keep the mesh busy, few enough to react."""
-
-Prompt = str | Sequence[int]
-
-
-@dataclasses.dataclass
-class _Live:
-    """What the engine keeps of an unfinished request beside its sequence."""
-
-    request: Request
-    sequence: LiveSequence
-    detokenizer: Detokenizer | None
-    logprobs: list[requests.TokenLogprobs] | None
-    started: bool = False
 
 
 @dataclasses.dataclass
@@ -74,14 +70,14 @@ class Engine:
         placement: Placement | None = None,
         config: EngineConfig | None = None,
         dtype: str = "float32",
-        devices: list[jax.Device] | None = None,
+        devices: Sequence[Device] | None = None,
     ) -> None:
         self.model_config = source.config
         self.tokenizer = tokenizer
         self.placement = placement or Placement.colocated()
         self.config = _fit_context(config or EngineConfig(), source.config.max_position)
         self.dtype = parse_dtype(dtype)
-        self.events = EventLog()
+        self._ledger = Ledger(tokenizer, source.config.vocab_size)
         self._runner = Runner(source, self.placement, self.config, self.dtype, devices)
         pages, caching = self.config.pool_pages, self.config.prefix_caching
         prefill_pool = PagePool(pages, self.config.page_size, caching)
@@ -91,13 +87,12 @@ class Engine:
         self.scheduler = Scheduler(
             self.config, prefill_pool, decode_pool, self._runner.prefill_microbatches
         )
-        self._live: dict[str, _Live] = {}
-        self._outputs: dict[str, RequestOutput] = {}
         self._first_tokens: collections.deque[_Handover] = collections.deque()
         self._transits: dict[LiveSequence, _Handover] = {}
         self._issued: collections.deque[Issued] = collections.deque()
         self._prefills: collections.deque[Sampled] = collections.deque()
         self._pending_events: list[TokenEvent] = []
+        self._streams: dict[str, collections.deque[TokenEvent]] = {}
         self._seeds = np.random.default_rng(self.config.seed)
         self._counter = 0
         self._kv_bytes = 0
@@ -112,7 +107,7 @@ class Engine:
         dtype: str = "float32",
         placement: Placement | None = None,
         config: EngineConfig | None = None,
-        devices: list[jax.Device] | None = None,
+        devices: Sequence[Device] | None = None,
         warmup: bool = False,
     ) -> Self:
         """An engine on a checkpoint: a Hugging Face folder, a GGUF file or a stored folder.
@@ -159,16 +154,17 @@ class Engine:
         """
         params = params or SamplingParams()
         if request_id is None:
-            request_id = f"request-{self._counter}"
+            # The caller may have used such a name.
+            while self._ledger.knows(request_id := f"request-{self._counter}"):
+                self._counter += 1
+        elif request_id in self._ledger.outputs:
+            raise ValueError(
+                f"request_id: expected one not in use, got {request_id!r}, whose output nobody took"
+            )
         self._counter += 1
         request = self._request(prompt, params, request_id)
         sequence = self.scheduler.add(request)
-        detokenizer = None
-        if self.tokenizer is not None:
-            detokenizer = Detokenizer(self.tokenizer.decode, params.stop)
-        logprobs = None if params.logprobs is None else []
-        self._live[request_id] = _Live(request, sequence, detokenizer, logprobs)
-        self.events.record(request_id, "arrival", value=len(request.prompt_ids))
+        self._ledger.open(request, sequence)
         return request_id
 
     def _request(self, prompt: Prompt, params: SamplingParams, request_id: str) -> Request:
@@ -180,7 +176,12 @@ class Engine:
             prompt = self.tokenizer.encode(prompt)
         if params.stop and self.tokenizer is None:
             raise ValueError("stop: expected none, because this checkpoint has no tokenizer")
-        ids = tuple(int(token) for token in prompt)
+        try:
+            ids = tuple(operator.index(token) for token in prompt)
+        except TypeError:
+            raise ValueError(
+                f"request {request_id!r}: prompt expected text or token ids, got {prompt!r:.80}"
+            ) from None
         if not ids:
             raise EmptyPrompt(f"request {request_id!r}: expected at least one prompt token")
         vocab = self.model_config.vocab_size
@@ -203,12 +204,10 @@ class Engine:
 
     def abort(self, request_id: str) -> bool:
         """End a request in any state; its pages are free at once. False when it is not running."""
-        live = self._live.get(request_id)
+        live = self._ledger.live.get(request_id)
         if live is None or not self.scheduler.abort(request_id):
             return False
-        text = live.detokenizer.flush() if live.detokenizer else ""
-        index = live.sequence.num_outputs
-        self._pending_events.append(self._end(live, index, None, text, FinishReason.ABORT))
+        self._pending_events.append(self._ledger.abort(live))
         return True
 
     # Tokens out.
@@ -226,23 +225,35 @@ class Engine:
         yields an output with finish_reason "error" and the exception in `error`, and the others
         run; only when all are refused is the first exception raised.
         """
-        batch = _as_batch(prompts)
-        all_params = _as_params(params, len(batch))
+        batch = as_batch(prompts)
+        all_params = as_params(params, len(batch))
         ids: list[str | None] = []
         refused: dict[int, RequestOutput] = {}
-        for index, (prompt, one) in enumerate(zip(batch, all_params, strict=True)):
-            try:
-                ids.append(self.submit(prompt, one))
-            except ValueError as error:
-                ids.append(None)
-                refused[index] = self._refused(index, prompt, one, error)
-        if refused and len(refused) == len(batch):
-            error = next(iter(refused.values())).error
-            assert error is not None
-            raise error
-        wanted = {request_id for request_id in ids if request_id is not None}
-        bar = items_bar("generate", len(wanted), "request") if progress else None
-        left = set(wanted)
+        try:
+            for index, (prompt, one) in enumerate(zip(batch, all_params, strict=True)):
+                try:
+                    ids.append(self.submit(prompt, one))
+                except ValueError as error:
+                    ids.append(None)
+                    name = f"refused-{self._counter}-{index}"
+                    refused[index] = self._ledger.refused(name, prompt, one, error)
+            if refused and len(refused) == len(batch):
+                error = next(iter(refused.values())).error
+                assert error is not None
+                raise error
+            self._finish({name for name in ids if name is not None}, progress)
+            return [
+                refused[index] if request_id is None else self.pop_output(request_id)
+                for index, request_id in enumerate(ids)
+            ]
+        finally:
+            # An interrupted call leaves nothing behind.
+            for request_id in ids:
+                self._discard(request_id)
+
+    def _finish(self, left: set[str], progress: bool) -> None:
+        """Steps until the requests have ended."""
+        bar = items_bar("generate", len(left), "request") if progress else None
         while left:
             for event in self.step():
                 if event.finish_reason is not None and event.request_id in left:
@@ -251,36 +262,54 @@ class Engine:
                         bar.update()
         if bar:
             bar.close()
-        return [
-            refused[index] if request_id is None else self.pop_output(request_id)
-            for index, request_id in enumerate(ids)
-        ]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[TokenEvent]:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None
+    ) -> Generator[TokenEvent, None, None]:
         """Events of one request as they come; closing the iterator early aborts the request.
 
+        Other streams, `generate` and `step` may go on in between.
         Raises: as `submit`, before the first event.
         """
-        return self._stream(self.submit(prompt, params))
+        events = self._stream(self.submit(prompt, params))
+        next(events)  # from here on, closing or dropping the iterator ends the request
+        return events
 
-    def _stream(self, request_id: str) -> Iterator[TokenEvent]:
+    def _stream(self, request_id: str) -> Generator[TokenEvent, None, None]:
+        # Whoever steps the engine, the events of this request come here too.
+        arrived = self._streams[request_id] = collections.deque()
         try:
+            yield TokenEvent(request_id, -1, None, "")  # taken by `stream`
             finished = False
             while not finished:
-                for event in self.step():
-                    if event.request_id == request_id:
-                        finished = event.finish_reason is not None
-                        yield event
+                while not arrived:
+                    if not self.has_work:
+                        return
+                    self.step()
+                event = arrived.popleft()
+                finished = event.finish_reason is not None
+                yield event
         finally:
+            del self._streams[request_id]
+            self._discard(request_id)
+
+    def _discard(self, request_id: str | None) -> None:
+        """Ends a request that nobody waits for, and forgets its output."""
+        if request_id is not None:
             self.abort(request_id)
-            self._outputs.pop(request_id, None)
+            self._ledger.outputs.pop(request_id, None)
 
     def pop_output(self, request_id: str) -> RequestOutput:
         """The output of a finished request, which the engine then forgets.
 
         Raises: KeyError when there is none (unknown, unfinished, or taken before).
         """
-        return self._outputs.pop(request_id)
+        return self._ledger.outputs.pop(request_id)
+
+    @property
+    def events(self) -> EventLog:
+        """The events of unfinished requests."""
+        return self._ledger.events
 
     @property
     def has_work(self) -> bool:
@@ -294,6 +323,13 @@ class Engine:
         events, self._pending_events = self._pending_events, []
         if self.scheduler.has_work:
             events += self._step()
+        if not self.scheduler.has_work:
+            # What is still under way belongs to requests that have ended.
+            for leftovers in (self._first_tokens, self._transits, self._issued, self._prefills):
+                leftovers.clear()
+        for event in events:
+            if event.request_id in self._streams:
+                self._streams[event.request_id].append(event)
         self._steps += 1
         self._host_s += time.perf_counter() - start - (self._wait_s - waited)
         return events
@@ -306,6 +342,7 @@ class Engine:
         self._runner.halt(plan.halt)
         for sequence in plan.preempted:
             self.events.record(sequence.request_id, "preempted")
+            self._transits.pop(sequence, None)  # it will be prefilled and sent again
         if plan.prefill is not None:
             self._prefill(plan.prefill)
         for sequence in plan.install:
@@ -321,12 +358,7 @@ class Engine:
         now = time.perf_counter()
         for chunks in plan.chunks:
             for chunk in chunks:
-                live = self._live[chunk.sequence.request_id]
-                if not live.started:
-                    live.started = True
-                    name = chunk.sequence.request_id
-                    self.events.record(name, "admitted", now, chunk.sequence.cached)
-                    self.events.record(name, "prefill_start", now)
+                self._ledger.start(chunk.sequence, now)
         sampled = self._runner.prefill(plan)
         self._prefills.append(sampled)
         for m, chunks in enumerate(plan.chunks):
@@ -368,15 +400,17 @@ class Engine:
             elif self._transits:
                 self._wait(next(iter(self._transits.values())).sampled.token_B)
                 time.sleep(0.0005)  # the copies behind that token
+            elif self._prefills:
+                self._wait(self._prefills[0].token_B)
         return events
 
     def _commit_first(self, handover: _Handover) -> list[TokenEvent]:
         tokens = self._wait(handover.sampled.token_B)
         now = time.perf_counter()
         sequence = handover.sequence
-        live = self._live.get(sequence.request_id)
         taken = self.scheduler.commit_first(sequence, int(tokens[handover.source]))
-        if taken is None or live is None or live.sequence is not sequence:
+        live = self._ledger.find(sequence)
+        if taken is None or live is None:
             return []
         self.events.record(sequence.request_id, "prefill_end", now)
         return [self._event(live, taken, handover.sampled, handover.source, now)]
@@ -390,8 +424,8 @@ class Engine:
         tokens = self._wait(issued.tokens.token)
         now = time.perf_counter()
         for taken in self.scheduler.commit_decode(issued.plan, tokens, tokens >= 0):
-            live = self._live.get(taken.sequence.request_id)
-            if live is None or live.sequence is not taken.sequence:
+            live = self._ledger.find(taken.sequence)
+            if live is None:
                 continue  # a stop string ended it at an earlier token of this dispatch
             assert taken.row is not None
             events.append(self._event(live, taken, issued.tokens, (taken.step, taken.row), now))
@@ -404,68 +438,13 @@ class Engine:
         return [handover for handover in self._first_tokens if handover.sequence in rows]
 
     def _event(
-        self, live: _Live, taken: Committed, arrays: Any, where: tuple[int, int], now: float
+        self, live: Live, taken: Committed, arrays: Any, where: tuple[int, int], now: float
     ) -> TokenEvent:
-        """The public event of one committed token; ends the request when it was the last."""
-        request = live.request
-        self.events.record(request.request_id, "token", now)
-        logprobs = None
-        if live.logprobs is not None:
-            logprobs = _token_logprobs(arrays, where, taken.token, request.params.logprobs or 0)
-            live.logprobs.append(logprobs)
-        reason, text = taken.finish_reason, ""
-        detokenizer = live.detokenizer
-        if detokenizer is not None:
-            if reason is not FinishReason.STOP:
-                text = detokenizer.push(taken.token)
-            if detokenizer.stopped:
-                reason = FinishReason.STOP
-                self.scheduler.finish(taken.sequence, reason)
-            elif reason is not None:
-                text += detokenizer.flush()
-        if reason is None:
-            return TokenEvent(
-                request.request_id, taken.index, taken.token, text, None, logprobs, now
-            )
-        return self._end(live, taken.index, taken.token, text, reason, logprobs, now)
-
-    def _end(
-        self,
-        live: _Live,
-        index: int,
-        token: int | None,
-        text: str,
-        reason: FinishReason,
-        logprobs: requests.TokenLogprobs | None = None,
-        now: float | None = None,
-    ) -> TokenEvent:
-        request_id = live.request.request_id
-        now = time.perf_counter() if now is None else now
-        self.events.record(request_id, "finish", now, reason.value)
-        del self._live[request_id]
-        outputs = live.sequence.output_ids
-        self._outputs[request_id] = RequestOutput(
-            request_id,
-            live.request.prompt_ids,
-            outputs[: index + 1] if token is not None else outputs,
-            live.detokenizer.text if live.detokenizer else "",
-            reason,
-            live.logprobs,
-            request_metrics(self.events.pop(request_id)),
-        )
-        return TokenEvent(request_id, index, token, text, reason, logprobs, now)
-
-    def _refused(
-        self, index: int, prompt: Prompt, params: SamplingParams, error: ValueError
-    ) -> RequestOutput:
-        request_id = f"refused-{self._counter}-{index}"
-        self.events.record(request_id, "arrival")
-        self.events.record(request_id, "finish", value=FinishReason.ERROR.value)
-        self.events.record(request_id, "status", value=f"{type(error).__name__}: {error}")
-        metrics = request_metrics(self.events.pop(request_id))
-        ids = () if isinstance(prompt, str) else tuple(prompt)
-        logprobs = None if params.logprobs is None else []
-        return RequestOutput(request_id, ids, [], "", FinishReason.ERROR, logprobs, metrics, error)
+        event = self._ledger.token(live, taken, arrays, where, now)
+        if event.finish_reason is not None:
+            # The scheduler has ended it by itself, unless a stop string did.
+            self.scheduler.finish(taken.sequence, event.finish_reason)
+        return event
 
     def _wait(self, array: jax.Array) -> np.ndarray:
         """A device array on the host; the time spent waiting for it is not host work."""
@@ -504,45 +483,7 @@ class Engine:
         }
 
 
-def parse_dtype(name: str) -> np.dtype:
-    """A data type that weights and KV may have."""
-    if name not in ("float32", "bfloat16"):
-        raise ValueError(f"dtype: expected 'float32' or 'bfloat16', got {name!r}")
-    return jax.numpy.dtype(name)
-
-
 def _fit_context(config: EngineConfig, max_position: int) -> EngineConfig:
     if config.max_context <= max_position:
         return config
     return dataclasses.replace(config, max_context=max_position)
-
-
-def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    batch = list(prompts)
-    if batch and all(isinstance(token, int | np.integer) for token in batch):
-        return [batch]  # type: ignore[list-item]
-    return batch  # type: ignore[return-value]
-
-
-def _as_params(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int
-) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    listed = list(params)
-    if len(listed) != count:
-        raise ValueError(f"params: expected one or {count} (one a prompt), got {len(listed)}")
-    return listed
-
-
-def _token_logprobs(
-    arrays: Any, where: tuple[int, int], token: int, count: int
-) -> requests.TokenLogprobs:
-    names = ("logprob_B", "top_ids_BX", "top_logprobs_BX")
-    if not isinstance(arrays, Sampled):
-        names = ("logprob", "top_ids", "top_logprobs")
-    logprob, ids, values = (np.asarray(getattr(arrays, name))[where] for name in names)
-    top = tuple(zip(ids[:count].tolist(), values[:count].tolist(), strict=True))
-    return requests.TokenLogprobs(token, float(logprob), top)

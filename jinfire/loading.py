@@ -2,26 +2,16 @@
 
 import math
 import zlib
-from typing import Protocol
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from jinfire.checkpoints import TensorSource
 from jinfire.config import ModelConfig
 from jinfire.layout import PhysicalTensor, StageLayout
 from jinfire.models.spec import abstract_tree
 from jinfire.progress import progress
-
-
-class TensorSource(Protocol):
-    """Logical tensors of a model that can be read slice by slice."""
-
-    config: ModelConfig
-
-    def names(self) -> set[str]: ...
-    def shape(self, name: str) -> tuple[int, ...]: ...
-    def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray: ...
 
 
 class RandomSource:
@@ -71,7 +61,8 @@ def load_params(
 def _place(
     source: TensorSource, layout: StageLayout, tensor: PhysicalTensor, mesh: Mesh, dtype: np.dtype
 ) -> jax.Array:
-    def shard(index: tuple[slice, ...]) -> np.ndarray:
+    def shard(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None  # every array here has at least one dimension
         shape = tuple(
             len(range(*part.indices(size))) for part, size in zip(index, tensor.shape, strict=True)
         )

@@ -8,13 +8,12 @@ from typing import Self
 import jax
 import numpy as np
 
-from jinfire.checkpoints import load_tokenizer, open_checkpoint
-from jinfire.engine import parse_dtype
-from jinfire.loading import TensorSource
+from jinfire.checkpoints import TensorSource, load_tokenizer, open_checkpoint
 from jinfire.programs.forward import forward_program
 from jinfire.programs.runtime import CompileLog, MeshModel
 from jinfire.tokenizer import Tokenizer
-from sharding import MeshSpec
+from jinfire.weights import parse_dtype
+from sharding import Device, MeshSpec
 
 
 class Model:
@@ -26,7 +25,7 @@ class Model:
         tokenizer: Tokenizer | None = None,
         *,
         dtype: str = "float32",
-        device: jax.Device | None = None,
+        device: Device | None = None,
     ) -> None:
         devices = [device or jax.devices()[0]]
         self.config = source.config
@@ -39,7 +38,7 @@ class Model:
 
     @classmethod
     def from_pretrained(
-        cls, path: str | Path, *, dtype: str = "float32", device: jax.Device | None = None
+        cls, path: str | Path, *, dtype: str = "float32", device: Device | None = None
     ) -> Self:
         """A model from a Hugging Face folder, a GGUF file or a stored folder."""
         tokenizer = load_tokenizer(path)

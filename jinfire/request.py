@@ -3,9 +3,13 @@
 import dataclasses
 import enum
 import math
+import numbers
 from collections.abc import Sequence
+from typing import Any
 
 MAX_LOGPROBS = 20
+
+Prompt = str | Sequence[int]
 
 
 class FinishReason(enum.StrEnum):
@@ -60,7 +64,7 @@ class SamplingParams:
             "a number in (0, 1]",
         )
         _require("min_p", self.min_p, _is_real(self.min_p, 0) and self.min_p <= 1, "in [0, 1]")
-        seed_ok = self.seed is None or _is_int(self.seed, 0) and self.seed < 2**32
+        seed_ok = self.seed is None or (_is_int(self.seed, 0) and self.seed < 2**32)
         _require("seed", self.seed, seed_ok, "None or an integer in [0, 2**32)")
         logprobs_ok = self.logprobs is None or (
             _is_int(self.logprobs, 0) and self.logprobs <= MAX_LOGPROBS
@@ -139,8 +143,33 @@ class RequestOutput:
     text: str
     finish_reason: FinishReason | None
     logprobs: list[TokenLogprobs] | None
-    metrics: object
+    metrics: Any
     error: Exception | None = None
+
+
+def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """The prompts of one call: a text, token ids, or a list of either."""
+    if isinstance(prompts, str):
+        return [prompts]
+    batch = list(prompts)
+    if batch and all(isinstance(token, numbers.Integral) for token in batch):
+        return [batch]  # type: ignore[list-item]
+    return batch  # type: ignore[return-value]
+
+
+def as_params(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    """Parameters of each of `count` prompts.
+
+    Raises: ValueError for another number of them.
+    """
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    listed = list(params)
+    if len(listed) != count:
+        raise ValueError(f"params: expected one or {count} (one a prompt), got {len(listed)}")
+    return listed
 
 
 def _require(name: str, value: object, ok: bool, expected: str) -> None:

@@ -5,14 +5,15 @@ return before the devices are done.
 """
 
 import dataclasses
+from collections.abc import Sequence as Listed
 
 import jax
 import numpy as np
 
+from jinfire.checkpoints import TensorSource
 from jinfire.config import EngineConfig, Placement
 from jinfire.kvcache.page_table import pages_for
 from jinfire.kvcache.pages import make_pools, pool_bytes
-from jinfire.loading import TensorSource
 from jinfire.programs.batch import (
     DecodeControl,
     DecodeRows,
@@ -30,7 +31,7 @@ from jinfire.programs.runtime import CompileLog, MeshModel, Program
 from jinfire.programs.sampler import Sampled
 from jinfire.progress import progress
 from jinfire.sequence import DecodePlan, PrefillPlan, Sequence
-from sharding import Schedule, split_devices
+from sharding import Device, Schedule, split_devices
 
 DEVICE_STOP_IDS = 8
 """Stop ids a row carries on the device. The host checks all of them; these save steps."""
@@ -48,15 +49,19 @@ class Runner:
         placement: Placement,
         config: EngineConfig,
         dtype: np.dtype,
-        devices: list[jax.Device] | None = None,
+        devices: Listed[Device] | None = None,
     ) -> None:
         self.placement = placement
         self.config = config
         self.log = CompileLog()
-        specs = [placement.prefill] if placement.decode is None else [
-            placement.prefill,
-            placement.decode,
-        ]
+        specs = (
+            [placement.prefill]
+            if placement.decode is None
+            else [
+                placement.prefill,
+                placement.decode,
+            ]
+        )
         groups = split_devices(specs, devices)
         names = ["weights"] if len(specs) == 1 else ["prefill weights", "decode weights"]
         models = [

@@ -6,6 +6,7 @@ type with a branch here; models do not change.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def contract(x: jax.Array, weight: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
@@ -22,3 +23,10 @@ def contract(x: jax.Array, weight: jax.Array, out_dtype: jnp.dtype | None = None
         rows = jnp.concatenate([rows, rows])
     out = jnp.einsum("mk,nk->mn", rows, weight, preferred_element_type=out_dtype or x.dtype)
     return out[:num_rows].reshape(*x.shape[:-1], weight.shape[0])
+
+
+def parse_dtype(name: str) -> np.dtype:
+    """A data type that weights and KV may have."""
+    if name not in ("float32", "bfloat16"):
+        raise ValueError(f"dtype: expected 'float32' or 'bfloat16', got {name!r}")
+    return jnp.dtype(name)

@@ -29,7 +29,8 @@ class ArgSpec:
         return self.build(np.random.default_rng(seed), np.dtype(dtype))
 
 
-@dataclasses.dataclass(frozen=True)
+# Compared by identity: a record holds dicts, and jit must be able to hash it.
+@dataclasses.dataclass(frozen=True, eq=False)
 class Kernel:
     """Operation with a float64 NumPy reference and interchangeable implementations.
 

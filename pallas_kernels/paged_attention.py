@@ -54,23 +54,23 @@ def write_pages(
 
 
 def gather_pages(pages_PZKH: jax.Array, page_ids: jax.Array) -> jax.Array:
-    """Copies of pages, each as one flat row: a copy in the pool's own order is the fastest there is."""
+    """Copies of pages, each a flat row in the pool's own order: the fastest gather there is."""
     P = pages_PZKH.shape[0]
     return pages_PZKH.reshape(P, -1).at[page_ids].get(mode="clip")
 
 
 def _across_heads(query_INH: jax.Array, K: int) -> jax.Array:
     """Queries over the concatenated kv heads, zero outside their own: [I, N, K*H]."""
-    I, N, H = query_INH.shape
+    items, N, H = query_INH.shape
     own_KK = jnp.eye(K, dtype=query_INH.dtype)[None, :, None, :, None]
-    return (query_INH.reshape(I, K, N // K, 1, H) * own_KK).reshape(I, N, K * H)
+    return (query_INH.reshape(items, K, N // K, 1, H) * own_KK).reshape(items, N, K * H)
 
 
 def _own_head(out_IND: jax.Array, K: int) -> jax.Array:
     """The part of each query head's output that belongs to its own kv head: [I, N, H]."""
-    I, N, D = out_IND.shape
-    out = out_IND.reshape(I, K, N // K, K, D // K)
-    return jnp.stack([out[:, k, :, k] for k in range(K)], axis=1).reshape(I, N, D // K)
+    items, N, D = out_IND.shape
+    out = out_IND.reshape(items, K, N // K, K, D // K)
+    return jnp.stack([out[:, k, :, k] for k in range(K)], axis=1).reshape(items, N, D // K)
 
 
 def _attend(
@@ -85,12 +85,12 @@ def _attend(
 
     A block without a live token gives a sum of zero.
     """
-    I, N, H = query_INH.shape
+    items, N, H = query_INH.shape
     T = live_IT.shape[1]
     G = N // K
     # Unwritten slots may hold NaN, and 0 x NaN is NaN: mask the values too, not only the scores.
-    values_ITD = jnp.where(live_IT[:, :, None], values.reshape(I, T, K * H), 0)
-    keys_ITD = keys.reshape(I, T, K * H)
+    values_ITD = jnp.where(live_IT[:, :, None], values.reshape(items, T, K * H), 0)
+    keys_ITD = keys.reshape(items, T, K * H)
     dense = N <= DENSE_HEADS
     if dense:
         scores = jnp.einsum(
@@ -102,10 +102,10 @@ def _attend(
     else:
         scores = jnp.einsum(
             "IKGH,ITKH->IKGT",
-            query_INH.reshape(I, K, G, H),
-            keys_ITD.reshape(I, T, K, H),
+            query_INH.reshape(items, K, G, H),
+            keys_ITD.reshape(items, T, K, H),
             preferred_element_type=jnp.float32,
-        ).reshape(I, N, T)
+        ).reshape(items, N, T)
     live = live_IT[:, None, :]
     scores = jnp.where(live, scores * scale, MASKED)
     top_IN = jnp.max(scores, axis=-1)
@@ -117,11 +117,11 @@ def _attend(
         return _own_head(out, K), total_IN, top_IN
     out = jnp.einsum(
         "IKGT,ITKH->IKGH",
-        weights.reshape(I, K, G, T),
-        values_ITD.reshape(I, T, K, H),
+        weights.reshape(items, K, G, T),
+        values_ITD.reshape(items, T, K, H),
         preferred_element_type=jnp.float32,
     )
-    return out.reshape(I, N, H), total_IN, top_IN
+    return out.reshape(items, N, H), total_IN, top_IN
 
 
 def paged_attention_xla(
@@ -166,6 +166,7 @@ def paged_attention_xla(
 
     at_once = min(BLOCKS_AT_ONCE, B * blocks)
     iterations = -(-B * blocks // at_once)
+    # I counts the items of the list, X those of one iteration.
     items = jnp.arange(iterations * at_once)
     count_B = -(-lengths_B // T)
     end_B = jnp.cumsum(count_B)

@@ -1,4 +1,4 @@
-"""Paged attention of prefill chunks: many query tokens per row over pages that hold their prefix."""
+"""Paged attention of prefill chunks: many query tokens a row over pages that hold their prefix."""
 
 import math
 from functools import partial
@@ -31,7 +31,7 @@ def prefill_attention_xla(
     *,
     scale: float,
 ) -> jax.Array:
-    """Prefill attention by tiles with an online softmax, over the tiles that the causal mask leaves.
+    """Prefill attention with an online softmax, over the tiles that the causal mask leaves.
 
     Trip counts follow the valid tokens: empty rows, padded queries and keys in the future of a
     whole tile cost nothing.
@@ -112,7 +112,7 @@ def prefill_attention_xla(
         result = attend_tile(row, tile, -(-reach // T))
         return jax.lax.dynamic_update_slice(out, result[None, None], (row, tile, 0, 0, 0))
 
-    if tiles == 1 and W == pages:
+    if tiles == 1 and pages == W:
         # Small chunks with a short context: all rows in one go.
         out = jax.vmap(lambda row: attend_tile(row, 0, None))(jnp.arange(R))
     else:

@@ -17,24 +17,23 @@ MAX_LINES = 500
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("request", "config", "weights", "progress"),
-    ("tokenizer", "metrics", "fetch", "text"),
+    ("tokenizer", "metrics", "fetch", "text", "sequence", "packing"),
     ("kvcache.page_table", "layers.linear", "layers.rope"),
     ("layers.norm", "layers.mlp"),
     ("layers.attention",),
-    ("models.transformer",),
-    ("models.spec",),
+    ("models.transformer", "models.hf_fields"),
+    ("models.spec", "models.family"),
     ("models.llama", "models.qwen3"),
     ("models",),
-    ("checkpoints.hf_config", "checkpoints.source"),
+    ("checkpoints.source", "layout"),
     ("checkpoints.hugging_face", "checkpoints.gguf", "checkpoints.store"),
-    ("checkpoints", "layout"),
-    ("kvcache.pages", "loading", "roofline"),
+    ("checkpoints",),
+    ("kvcache.pages", "loading"),
     ("programs.sampler", "programs.runtime"),
     ("programs.batch",),
     ("programs.forward", "programs.prefill", "programs.decode", "programs.handoff"),
-    ("scheduler",),
-    ("model",),
-    ("engine",),
+    ("scheduler", "runner", "ledger"),
+    ("model", "engine"),
     ("cli",),
     ("__main__",),
     ("",),  # jinfire/__init__.py re-exports
@@ -44,7 +43,10 @@ LEVEL = {name: level for level, row in enumerate(LEVELS) for name in row}
 LEVEL |= dict.fromkeys(("kvcache", "layers", "programs"), 0)
 
 # Host arithmetic that is tested, and could be replayed, without a device.
-HOST_ONLY = ("errors", "request", "metrics", "text", "progress", "kvcache.page_table", "scheduler")
+HOST_ONLY = (
+    *("errors", "request", "progress", "metrics", "text"),
+    *("sequence", "packing", "kvcache.page_table", "scheduler"),
+)
 
 # Nothing else reads the environment.
 ENVIRONMENT_READERS = {"jinfire/fetch.py": "the user's cache directory"}

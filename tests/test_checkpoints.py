@@ -17,10 +17,10 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from jinfire.checkpoints import load_tokenizer, open_checkpoint, restore, save
-from jinfire.checkpoints.hugging_face import NAMES
-from jinfire.checkpoints.source import BLOCK_BYTES
+from jinfire.checkpoints.source import BLOCK_BYTES, NameMap
 from jinfire.checkpoints.store import config_from_json, config_to_json
 from jinfire.errors import CheckpointMismatch, UnsupportedConfig
+from jinfire.models import MODELS
 from jinfire.models.spec import abstract_tree
 from jinfire.tokenizer import Tokenizer
 
@@ -62,9 +62,10 @@ def test_golden_checkpoints_read_back_bit_for_bit(golden, case):
         stored |= load_file(path)
     source = open_checkpoint(golden(case))
     tree = abstract_tree(source.config)
-    assert source.names() == tree.keys() == {NAMES.logical(name) for name in stored}
+    names = NameMap(MODELS[source.config.family].tensor_names)
+    assert source.names() == tree.keys() == {names.logical(name) for name in stored}
     for name, spec in tree.items():
-        expected = stored[NAMES.native(name)]
+        expected = stored[names.native(name)]
         assert source.shape(name) == spec.shape == expected.shape
         read = source.read(name, ALL * len(spec.shape))
         assert read.dtype == expected.dtype

@@ -9,8 +9,9 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 
 from jinfire.checkpoints import load_tokenizer, open_checkpoint
-from jinfire.checkpoints.gguf import NAMES
+from jinfire.checkpoints.source import NameMap
 from jinfire.errors import CheckpointMismatch, UnsupportedConfig
+from jinfire.models import MODELS
 from jinfire.models.spec import abstract_tree
 
 ALL = (slice(None),)
@@ -124,8 +125,11 @@ def test_gguf_is_dequantised_and_unpermuted(tmp_path, kind, architecture):
     originals = write_gguf(path, kind=Kind[kind], architecture=architecture, tied=kind != "Q8_0")
     source = open_checkpoint(path)
     assert source.names() == abstract_tree(source.config).keys()
+    form = MODELS[architecture].gguf
+    assert form is not None
+    names = NameMap(form.tensor_names)
     for name in source.names():
-        expected = originals[NAMES.native(name)]
+        expected = originals[names.native(name)]
         read = source.read(name, ALL)
         assert read.dtype == np.float32
         assert source.shape(name) == read.shape == expected.shape

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from jinfire.checkpoints import parse_config
 from jinfire.config import RopeConfig
 from jinfire.errors import UnsupportedConfig
+from jinfire.models import parse_config
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

@@ -58,9 +58,7 @@ class Bench:
         ids = [int(out.logits[0, -1].argmax())]
         first = time.perf_counter()
         for _ in range(tokens - 1):
-            out = self.model(
-                torch.tensor([ids[-1:]]), cache=out.cache, use_cache=True
-            )
+            out = self.model(torch.tensor([ids[-1:]]), cache=out.cache, use_cache=True)
             ids.append(int(out.logits[0, -1].argmax()))
         return {
             "ttft_s": first - started,
@@ -119,7 +117,7 @@ class Bench:
             "transformers": transformers.__version__,
             "python": platform.python_version(),
             "threads": torch.get_num_threads(),
-            "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "peak_rss_bytes": peak_rss_bytes(),
         }
 
 
@@ -185,6 +183,17 @@ def _unpermute(weight: torch.Tensor, heads: int) -> torch.Tensor:
     """llama.cpp interleaves the two rotary halves of every head's rows; this undoes it."""
     rows, width = weight.shape
     return weight.reshape(heads, rows // heads // 2, 2, width).swapaxes(1, 2).reshape(rows, width)
+
+
+def peak_rss_bytes() -> int:
+    """Largest resident size; `ru_maxrss` of a fresh child would still hold its parent's."""
+    try:
+        for line in pathlib.Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ Units: seconds on the monotonic clock. Greedy, end tokens ignored, output length
 import collections
 import ctypes
 import json
+import pathlib
 import platform
 import resource
 import sys
@@ -182,8 +183,19 @@ class Bench:
             "build": llama_cpp.llama_print_system_info().decode(),
             "python": platform.python_version(),
             "threads": self.thread_count,
-            "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "peak_rss_bytes": peak_rss_bytes(),
         }
+
+
+def peak_rss_bytes() -> int:
+    """Largest resident size; `ru_maxrss` of a fresh child would still hold its parent's."""
+    try:
+        for line in pathlib.Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def main() -> None:

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from jinfire.checkpoints.gguf import GGUFSource, read_metadata
-from jinfire.checkpoints.hf_config import CONFIG_PARSERS, parse_config
 from jinfire.checkpoints.hugging_face import HuggingFaceSource
 from jinfire.checkpoints.source import Index, TensorSource
 from jinfire.checkpoints.store import CONFIG_NAME, Store, restore, save
@@ -11,7 +10,6 @@ from jinfire.errors import CheckpointMismatch
 from jinfire.tokenizer import Tokenizer
 
 __all__ = [
-    "CONFIG_PARSERS",
     "GGUFSource",
     "HuggingFaceSource",
     "Index",
@@ -19,7 +17,6 @@ __all__ = [
     "TensorSource",
     "load_tokenizer",
     "open_checkpoint",
-    "parse_config",
     "restore",
     "save",
 ]

@@ -10,29 +10,11 @@ from typing import Any
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, dequantize
 
-from jinfire.checkpoints.hf_config import parse_config
 from jinfire.checkpoints.source import Index, NameMap, check_tensors, listing, normalise, row_blocks
 from jinfire.config import ModelConfig, RopeConfig
 from jinfire.errors import CheckpointMismatch, UnsupportedConfig
+from jinfire.models import MODELS, parse_config
 
-NAMES = NameMap(
-    {
-        "embed.weight": "token_embd.weight",
-        "layers.{i}.attention_norm.scale": "blk.{i}.attn_norm.weight",
-        "layers.{i}.attention.query.weight": "blk.{i}.attn_q.weight",
-        "layers.{i}.attention.key.weight": "blk.{i}.attn_k.weight",
-        "layers.{i}.attention.value.weight": "blk.{i}.attn_v.weight",
-        "layers.{i}.attention.output.weight": "blk.{i}.attn_output.weight",
-        "layers.{i}.attention.query_norm.scale": "blk.{i}.attn_q_norm.weight",
-        "layers.{i}.attention.key_norm.scale": "blk.{i}.attn_k_norm.weight",
-        "layers.{i}.mlp_norm.scale": "blk.{i}.ffn_norm.weight",
-        "layers.{i}.mlp.gate.weight": "blk.{i}.ffn_gate.weight",
-        "layers.{i}.mlp.up.weight": "blk.{i}.ffn_up.weight",
-        "layers.{i}.mlp.down.weight": "blk.{i}.ffn_down.weight",
-        "final_norm.scale": "output_norm.weight",
-        "head.weight": "output.weight",
-    }
-)
 ROPE_FACTORS = "rope_freqs.weight"
 
 # Metadata of `<architecture>.`, by the field of a Hugging Face config that it fills.
@@ -61,9 +43,6 @@ INERT_VALUES: dict[str, tuple[Any, ...]] = {
     "expert_used_count": (0,),
 }
 LENGTH_KEYS = ("attention.value_length", "rope.dimension_count")
-# llama.cpp stores the query and key rows of these with RoPE pairs adjacent.
-PERMUTED_ARCHITECTURES = frozenset({"llama"})
-ARCHITECTURES = ("llama", "qwen3")
 
 # What the reader raises on bytes that are not a GGUF file.
 READ_ERRORS = (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError, OSError)
@@ -136,17 +115,20 @@ class GGUFSource:
         self._cached: tuple[str, np.ndarray] | None = None
         metadata, entries = _open(path)
         self.config = _config(metadata, entries, path)
-        self._is_permuted = self.config.family in PERMUTED_ARCHITECTURES
+        form = MODELS[self.config.family].gguf
+        assert form is not None  # `_config` refuses the others
+        self._is_permuted = form.has_paired_rope
+        names = NameMap(form.tensor_names)
         self._entries: dict[str, _Entry] = {}
         unexpected = []
         for native, entry in entries.items():
-            if logical := NAMES.logical(native):
+            if logical := names.logical(native):
                 self._entries[logical] = entry
             elif native != ROPE_FACTORS:
                 unexpected.append(native)
         shapes = {name: entry.shape for name, entry in self._entries.items()}
-        check_tensors(str(path), self.config, shapes, unexpected, NAMES.native)
-        _check_types(path, self._entries)
+        check_tensors(str(path), self.config, shapes, unexpected, names.native)
+        _check_types(path, self._entries, names)
 
     def names(self) -> set[str]:
         return set(self._entries)
@@ -229,14 +211,14 @@ def _load(path: Path, entry: _Entry, rows: slice | np.ndarray | None) -> np.ndar
     return dequantize(raw, entry.kind)
 
 
-def _check_types(path: Path, entries: Mapping[str, _Entry]) -> None:
+def _check_types(path: Path, entries: Mapping[str, _Entry], names: NameMap) -> None:
     unreadable = []
     for kind in sorted({entry.kind for entry in entries.values()}):
         sample = next(e for e in entries.values() if e.kind == kind)
         try:
             dequantize(np.zeros((1, sample.row_bytes), np.uint8), kind)
         except NotImplementedError:
-            named = [NAMES.native(n) for n, e in entries.items() if e.kind == kind]
+            named = [names.native(n) for n, e in entries.items() if e.kind == kind]
             unreadable.append(f"{kind.name} ({listing(named)})")
     if unreadable:
         raise UnsupportedConfig(f"{path}: tensor types {', '.join(unreadable)} are not read")
@@ -244,14 +226,14 @@ def _check_types(path: Path, entries: Mapping[str, _Entry]) -> None:
 
 def _config(metadata: Mapping[str, Any], entries: Mapping[str, _Entry], path: Path) -> ModelConfig:
     architecture = metadata.get("general.architecture")
-    if architecture not in ARCHITECTURES:
+    forms = {name: family.gguf for name, family in MODELS.items() if family.gguf is not None}
+    if not isinstance(architecture, str) or architecture not in forms:
         raise UnsupportedConfig(
-            f"{path}: general.architecture: expected one of {list(ARCHITECTURES)}, "
-            f"got {architecture!r}"
+            f"{path}: general.architecture: expected one of {list(forms)}, got {architecture!r}"
         )
     prefix = f"{architecture}."
     own = {k.removeprefix(prefix): v for k, v in metadata.items() if k.startswith(prefix)}
-    if missing := REQUIRED_KEYS - own.keys():
+    if missing := (REQUIRED_KEYS | forms[architecture].required_keys) - own.keys():
         raise UnsupportedConfig(f"{path}: missing {listing(prefix + key for key in missing)}")
     fields: dict[str, Any] = {"model_type": architecture}
     for key, value in own.items():
@@ -270,9 +252,6 @@ def _config(metadata: Mapping[str, Any], entries: Mapping[str, _Entry], path: Pa
         raise CheckpointMismatch(f"{path}: missing tensors: token_embd.weight")
     fields["vocab_size"] = own.get("vocab_size", embedding.shape[0])
     fields["tie_word_embeddings"] = "output.weight" not in entries
-    if architecture == "qwen3" and "head_dim" not in fields:
-        # The config's default is another than the format's; every converter writes the key.
-        raise UnsupportedConfig(f"{path}: missing {prefix}attention.key_length")
     fields.setdefault("num_key_value_heads", fields["num_attention_heads"])
     ends = [metadata.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom")]
     fields["eos_token_id"] = [token for token in ends if token is not None]

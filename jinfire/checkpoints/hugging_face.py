@@ -8,7 +8,6 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from jinfire.checkpoints.hf_config import parse_config
 from jinfire.checkpoints.source import (
     Index,
     NameMap,
@@ -19,32 +18,11 @@ from jinfire.checkpoints.source import (
     row_blocks,
 )
 from jinfire.errors import CheckpointMismatch
+from jinfire.models import MODELS, parse_config
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
-HEAD = "lm_head.weight"
-EMBED = "model.embed_tokens.weight"
-
-NAMES = NameMap(
-    {
-        "embed.weight": EMBED,
-        "layers.{i}.attention_norm.scale": "model.layers.{i}.input_layernorm.weight",
-        "layers.{i}.attention.query.weight": "model.layers.{i}.self_attn.q_proj.weight",
-        "layers.{i}.attention.key.weight": "model.layers.{i}.self_attn.k_proj.weight",
-        "layers.{i}.attention.value.weight": "model.layers.{i}.self_attn.v_proj.weight",
-        "layers.{i}.attention.output.weight": "model.layers.{i}.self_attn.o_proj.weight",
-        "layers.{i}.attention.query_norm.scale": "model.layers.{i}.self_attn.q_norm.weight",
-        "layers.{i}.attention.key_norm.scale": "model.layers.{i}.self_attn.k_norm.weight",
-        "layers.{i}.mlp_norm.scale": "model.layers.{i}.post_attention_layernorm.weight",
-        "layers.{i}.mlp.gate.weight": "model.layers.{i}.mlp.gate_proj.weight",
-        "layers.{i}.mlp.up.weight": "model.layers.{i}.mlp.up_proj.weight",
-        "layers.{i}.mlp.down.weight": "model.layers.{i}.mlp.down_proj.weight",
-        "final_norm.scale": "model.norm.weight",
-        "head.weight": HEAD,
-    }
-)
-
 # Buffers that old writers saved although they follow from the config.
 HARMLESS_SUFFIXES = (".rotary_emb.inv_freq",)
 
@@ -65,6 +43,7 @@ class HuggingFaceSource:
             read_json(folder / "config.json"),
             read_json(generation) if generation.exists() else None,
         )
+        self._map = NameMap(MODELS[self.config.family].tensor_names)
         self._file_of: dict[str, Path] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._dtypes: dict[str, str] = {}
@@ -73,13 +52,13 @@ class HuggingFaceSource:
         self._check()
 
     def names(self) -> set[str]:
-        return {logical for n in self._shapes if (logical := NAMES.logical(n))}
+        return {logical for n in self._shapes if (logical := self._map.logical(n))}
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._shapes[NAMES.native(name)]
+        return self._shapes[self._map.native(name)]
 
     def read(self, name: str, index: Index) -> np.ndarray:
-        return self._read(NAMES.native(name), index)
+        return self._read(self._map.native(name), index)
 
     def close(self) -> None:
         """Nothing stays open between reads."""
@@ -159,30 +138,31 @@ class HuggingFaceSource:
             )
 
     def _check(self) -> None:
-        tied_head = self.config.tie_embeddings and HEAD in self._shapes
+        head, embed = self._map.native("head.weight"), self._map.native("embed.weight")
+        tied_head = self.config.tie_embeddings and head in self._shapes
         shapes, unexpected = {}, []
         for name in list(self._shapes):
             if name.endswith(HARMLESS_SUFFIXES):
                 del self._shapes[name]
-            elif logical := NAMES.logical(name):
+            elif logical := self._map.logical(name):
                 shapes[logical] = self._shapes[name]
             else:
                 unexpected.append(name)
         if tied_head:
             del shapes["head.weight"]
         where = str(self._folder)
-        check_tensors(where, self.config, shapes, unexpected, NAMES.native)
+        check_tensors(where, self.config, shapes, unexpected, self._map.native)
         if wrong := [n for n in self._shapes if self._dtypes[n] not in DTYPES]:
             raise CheckpointMismatch(
                 f"{where}: expected dtypes {', '.join(DTYPES)}, got "
                 + listing(f"{n} ({self._dtypes[n]})" for n in wrong)
             )
         if tied_head:
-            if not self._same(HEAD, EMBED):
+            if not self._same(head, embed):
                 raise CheckpointMismatch(
-                    f"{where}: tie_word_embeddings is true but {HEAD} differs from {EMBED}"
+                    f"{where}: tie_word_embeddings is true but {head} differs from {embed}"
                 )
-            del self._shapes[HEAD]
+            del self._shapes[head]
 
     def _same(self, one: str, other: str) -> bool:
         if self._shapes[one] != self._shapes[other] or self._dtypes[one] != self._dtypes[other]:

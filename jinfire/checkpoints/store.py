@@ -15,10 +15,11 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jinfire.checkpoints.hf_config import CONFIG_PARSERS, check_sizes
 from jinfire.checkpoints.source import Index, check_tensors, listing, normalise, read_json
 from jinfire.config import LayerSpec, ModelConfig, RopeConfig
 from jinfire.errors import CheckpointMismatch, UnsupportedConfig
+from jinfire.models import MODELS
+from jinfire.models.hf_fields import check_sizes
 from jinfire.tokenizer import Tokenizer
 
 CONFIG_NAME = "jinfire.json"
@@ -48,7 +49,7 @@ def config_from_json(fields: Any) -> ModelConfig:
         raise UnsupportedConfig(f"eos_ids: expected integers, got {eos_ids!r}")
     fields["eos_ids"] = frozenset(eos_ids)
     for name, allowed in (
-        ("family", tuple(CONFIG_PARSERS)),
+        ("family", tuple(MODELS)),
         ("tie_embeddings", (True, False)),
         ("qk_norm", (True, False)),
     ):

@@ -6,6 +6,7 @@ Random initialisation, shardings, restore targets, byte counts and FLOPs all der
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +34,7 @@ class Skeleton:
     """A `Transformer` without values: graph definition, tree definition and leaf names."""
 
     graphdef: nnx.GraphDef
-    treedef: jax.tree_util.PyTreeDef
+    treedef: Any
     names: tuple[str, ...]
     specs: dict[str, ParamSpec]
 

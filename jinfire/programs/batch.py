@@ -5,10 +5,10 @@ import dataclasses
 import jax
 import numpy as np
 
-from jinfire.programs.sampler import SamplingRows
+from jinfire.programs.sampler import Array, SamplingRows
 from jinfire.request import Request
 
-Tables = dict[str, jax.Array]
+Tables = dict[str, Array]
 """Page tables by KV group, int32 [..., W]; column w holds positions w*Z to w*Z + Z - 1."""
 
 
@@ -21,10 +21,10 @@ class PrefillBatch:
     [M, R, W]. Row (m, r) computes positions starts to starts + lengths - 1; length 0 is padding.
     """
 
-    token_ids: jax.Array
-    starts: jax.Array
-    lengths: jax.Array
-    wants_token: jax.Array
+    token_ids: Array
+    starts: Array
+    lengths: Array
+    wants_token: Array
     page_tables: Tables
     sampling: SamplingRows
 
@@ -38,12 +38,12 @@ class DecodeRows:
     whose keys and values go to `position`; `remaining` is how many more may be sampled.
     """
 
-    token: jax.Array
-    position: jax.Array
-    remaining: jax.Array
-    active: jax.Array
+    token: Array
+    position: Array
+    remaining: Array
+    active: Array
     page_tables: Tables
-    stop_ids: jax.Array
+    stop_ids: Array
     sampling: SamplingRows
 
 
@@ -56,7 +56,7 @@ class DecodeControl:
     past the last one is padding.
     """
 
-    halt: jax.Array
+    halt: Array
     grants: Tables
 
 
@@ -69,10 +69,10 @@ class DecodeTokens:
     was not active.
     """
 
-    token: jax.Array
-    logprob: jax.Array
-    top_ids: jax.Array
-    top_logprobs: jax.Array
+    token: Array
+    logprob: Array
+    top_ids: Array
+    top_logprobs: Array
 
 
 @jax.tree_util.register_dataclass
@@ -83,12 +83,12 @@ class NewRow:
     `source` is the (microbatch, row) of the prefill dispatch that sampled the first token.
     """
 
-    row: jax.Array
-    source: jax.Array
-    position: jax.Array
-    remaining: jax.Array
+    row: Array
+    source: Array
+    position: Array
+    remaining: Array
     page_tables: Tables
-    stop_ids: jax.Array
+    stop_ids: Array
     sampling: SamplingRows
 
 

@@ -46,7 +46,7 @@ class DecodeKV:
 
 
 def decode_microbatches(stages: int, rows: int, limit: int | None = None) -> int:
-    """Microbatches that a row bucket is cut into: the most that divide it, one per stage at best."""
+    """Microbatches that a row bucket is cut into: the most that divide it, up to one a stage."""
     return max(m for m in range(1, (limit or stages) + 1) if rows % m == 0)
 
 

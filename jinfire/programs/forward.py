@@ -54,7 +54,8 @@ def _forward(
     mesh_model: MeshModel, hidden_states: bool, params: Params, ids_BT: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     model = mesh_model.bind(params)
-    positions_BT = jnp.broadcast_to(jnp.arange(ids_BT.shape[1], dtype=jnp.int32)[None], ids_BT.shape)
+    positions_T = jnp.arange(ids_BT.shape[1], dtype=jnp.int32)
+    positions_BT = jnp.broadcast_to(positions_T[None], ids_BT.shape)
     rope = model.rope(positions_BT)
     streams = [model.embed(ids_BT)]
     for layer in model.layers:

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from jinfire.kvcache.pages import PagePair, Pools, pool_specs
 from jinfire.programs.batch import DecodeRows, NewRow
-from jinfire.programs.runtime import REPLICATED, MeshModel, Program, global_pools, local_pools
+from jinfire.programs.runtime import REPLICATED, MeshModel, global_pools, local_pools
 from jinfire.programs.sampler import Sampled
 from sharding import PIPELINE, TENSOR, InFlight, Side, TransferPlan
 
@@ -134,7 +134,7 @@ class Handoff:
 
 def _block_specs(model: MeshModel, cuts: int) -> list[dict[str, PagePair]]:
     pair = PagePair(BLOCK_SPEC, BLOCK_SPEC)  # type: ignore[arg-type]
-    return [{group: pair for group in pool_specs(model.layout)} for _ in range(cuts)]
+    return [dict.fromkeys(pool_specs(model.layout), pair) for _ in range(cuts)]
 
 
 def _gather(cuts: tuple[tuple[int, int], ...], pools: Pools, pages: jax.Array) -> Blocks:

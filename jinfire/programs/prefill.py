@@ -1,4 +1,4 @@
-"""The prefill program: chunks of prompts through all stages, pages written, first tokens sampled."""
+"""The prefill program: prompt chunks through all stages, pages written, first tokens sampled."""
 
 import dataclasses
 import functools

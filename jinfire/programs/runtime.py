@@ -2,20 +2,21 @@
 
 import dataclasses
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jinfire.checkpoints import TensorSource
 from jinfire.config import ModelConfig
 from jinfire.kvcache.pages import PagePair, Pools, group_slots
 from jinfire.layers.attention import LayerKV
 from jinfire.layout import StageLayout
-from jinfire.loading import TensorSource, load_params
+from jinfire.loading import load_params
 from jinfire.models.transformer import Transformer
-from sharding import PIPELINE, MeshSpec, make_mesh
+from sharding import PIPELINE, Device, MeshSpec, make_mesh
 
 REPLICATED = PartitionSpec()
 Params = dict[str, jax.Array]
@@ -61,6 +62,13 @@ class Program:
         return self._call.lower(*args)
 
 
+class PagedKV(LayerKV, Protocol):
+    """One layer's keys and values in pages."""
+
+    @property
+    def pages(self) -> PagePair: ...
+
+
 @dataclasses.dataclass
 class MeshModel:
     """A model's weights on one mesh, with the layout that says what lies where."""
@@ -75,7 +83,7 @@ class MeshModel:
         cls,
         source: TensorSource,
         mesh_spec: MeshSpec,
-        devices: list[jax.Device],
+        devices: Sequence[Device],
         dtype: np.dtype,
         log: CompileLog,
         desc: str = "weights",
@@ -139,7 +147,7 @@ class MeshModel:
         hidden_BTD: jax.Array,
         positions_BT: jax.Array,
         pools: Pools,
-        view: Callable[[str, PagePair], LayerKV],
+        view: Callable[[str, PagePair], "PagedKV"],
     ) -> tuple[jax.Array, Pools]:
         """All layers of this stage, each over its own pages.
 

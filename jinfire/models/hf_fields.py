@@ -1,4 +1,4 @@
-"""`ModelConfig` from a Hugging Face `config.json`, in the published and the transformers-v5 style.
+"""What families share in reading a Hugging Face `config.json`: fields, RoPE, end tokens, refusals.
 
 A config is untrusted input. Every key is either read, known to leave the result alone, or known to
 have one value that does; anything else is refused by name, because a field that is silently
@@ -6,7 +6,7 @@ ignored gives a model that silently answers nonsense.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from jinfire.config import LayerSpec, ModelConfig, RopeConfig
@@ -63,77 +63,7 @@ READ = frozenset(
 # fmt: on
 
 
-def parse_config(config: Json, generation_config: Json | None = None) -> ModelConfig:
-    """The model that a `config.json` (and `generation_config.json`) describes.
-
-    End tokens are the union of both files: chat models often name their end-of-turn token in one
-    of the two only.
-
-    Raises: UnsupportedConfig naming the field, what is supported and what came.
-    """
-    if not isinstance(config, Mapping):
-        raise UnsupportedConfig(f"config: expected a JSON object, got {type(config).__name__}")
-    if generation_config is not None and not isinstance(generation_config, Mapping):
-        raise UnsupportedConfig("generation_config: expected a JSON object")
-    model_type = config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in CONFIG_PARSERS:
-        raise UnsupportedConfig(
-            f"model_type: expected one of {sorted(CONFIG_PARSERS)}, got {model_type!r}"
-        )
-    return CONFIG_PARSERS[model_type](config, generation_config or {})
-
-
-def _parse_llama(config: Json, generation: Json) -> ModelConfig:
-    _check_architecture(config, "LlamaForCausalLM")
-    _check_keys(config, READ, {**INERT_VALUES, "sliding_window": (None,)})
-    heads = _size(config, "num_attention_heads", 32)
-    width = _size(config, "hidden_size", 4096)
-    if config.get("head_dim") is None and width % heads:
-        raise UnsupportedConfig(
-            f"hidden_size: expected a multiple of num_attention_heads {heads}, got {width}"
-        )
-    return _dense(
-        config,
-        generation,
-        family="llama",
-        head_dim=_size(config, "head_dim", width // heads),
-        num_kv_heads=_size(config, "num_key_value_heads", heads),
-        defaults={"vocab_size": 32000, "intermediate_size": 11008, "max_position": 2048},
-        default_bos=1,
-        default_eos=2,
-        qk_norm=False,
-    )
-
-
-def _parse_qwen3(config: Json, generation: Json) -> ModelConfig:
-    _check_architecture(config, "Qwen3ForCausalLM")
-    window_keys = {"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"}
-    _check_keys(config, READ | window_keys, INERT_VALUES)
-    _check_no_window(config, _size(config, "num_hidden_layers", 32, MAX_LAYERS))
-    heads = _size(config, "num_attention_heads", 32)
-    # An explicit null means "as many as query heads", an absent key means 32.
-    kv_default = heads if "num_key_value_heads" in config else 32
-    return _dense(
-        config,
-        generation,
-        family="qwen3",
-        head_dim=_size(config, "head_dim", 128),
-        num_kv_heads=_size(config, "num_key_value_heads", kv_default),
-        defaults={"vocab_size": 151936, "intermediate_size": 22016, "max_position": 32768},
-        default_bos=None,
-        default_eos=None,
-        qk_norm=True,
-    )
-
-
-# One line per `model_type`.
-CONFIG_PARSERS: dict[str, Callable[[Json, Json], ModelConfig]] = {
-    "llama": _parse_llama,
-    "qwen3": _parse_qwen3,
-}
-
-
-def _dense(
+def dense_config(
     config: Json,
     generation: Json,
     *,
@@ -145,27 +75,32 @@ def _dense(
     default_eos: int | None,
     qk_norm: bool,
 ) -> ModelConfig:
-    """The fields that all dense decoders share."""
-    max_position = _size(
+    """A `ModelConfig` of what all dense decoders share, and of what a family says about itself.
+
+    `defaults` are transformers' for keys that the config lacks.
+
+    Raises: UnsupportedConfig naming the field.
+    """
+    max_position = read_size(
         config, "max_position_embeddings", defaults["max_position"], high=MAX_POSITION
     )
     bos = config.get("bos_token_id", generation.get("bos_token_id", default_bos))
-    _require(bos is None or _is_int(bos), "bos_token_id", "a token id or null", bos)
+    require(bos is None or is_int(bos), "bos_token_id", "a token id or null", bos)
     model = ModelConfig(
         family=family,
-        vocab_size=_size(config, "vocab_size", defaults["vocab_size"], high=MAX_VOCAB),
-        width=_size(config, "hidden_size", 4096),
-        mlp_width=_size(config, "intermediate_size", defaults["intermediate_size"]),
-        num_heads=_size(config, "num_attention_heads", 32),
+        vocab_size=read_size(config, "vocab_size", defaults["vocab_size"], high=MAX_VOCAB),
+        width=read_size(config, "hidden_size", 4096),
+        mlp_width=read_size(config, "intermediate_size", defaults["intermediate_size"]),
+        num_heads=read_size(config, "num_attention_heads", 32),
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        layers=(LayerSpec(),) * _size(config, "num_hidden_layers", 32, high=MAX_LAYERS),
-        norm_eps=_positive(config, "rms_norm_eps", 1e-6),
-        rope=_parse_rope(config, max_position),
-        tie_embeddings=_flag(config, "tie_word_embeddings", False),
+        layers=(LayerSpec(),) * read_size(config, "num_hidden_layers", 32, high=MAX_LAYERS),
+        norm_eps=read_positive(config, "rms_norm_eps", 1e-6),
+        rope=read_rope(config, max_position),
+        tie_embeddings=read_flag(config, "tie_word_embeddings", False),
         qk_norm=qk_norm,
         max_position=max_position,
-        eos_ids=_eos_ids(config, generation, default_eos),
+        eos_ids=read_eos_ids(config, generation, default_eos),
         bos_id=bos,
     )
     check_sizes(model)
@@ -188,26 +123,27 @@ def check_sizes(config: ModelConfig) -> None:
         "max_position": (config.max_position, MAX_POSITION),
     }
     for name, (value, high) in sizes.items():
-        _require(_is_int(value) and 1 <= value <= high, name, f"an integer in [1, {high}]", value)
-    _require(
+        require(is_int(value) and 1 <= value <= high, name, f"an integer in [1, {high}]", value)
+    require(
         config.num_heads % config.num_kv_heads == 0,
         "num_key_value_heads",
         f"a divisor of num_attention_heads {config.num_heads}",
         config.num_kv_heads,
     )
-    _require(config.head_dim % 2 == 0, "head_dim", "an even number (RoPE)", config.head_dim)
+    require(config.head_dim % 2 == 0, "head_dim", "an even number (RoPE)", config.head_dim)
     rope = config.rope
     reals = {"norm_eps": config.norm_eps, "rope_theta": rope.theta, "rope factor": rope.factor}
     for name, value in reals.items():
-        _require(_is_real(value) and value > 0, name, "a finite number > 0", value)
+        require(is_real(value) and value > 0, name, "a finite number > 0", value)
     ids = {"eos_token_id": config.eos_ids, "bos_token_id": {config.bos_id} - {None}}
     for name, values in ids.items():
         for value in values:
-            ok = _is_int(value) and 0 <= value < config.vocab_size
-            _require(ok, name, f"a token id in [0, {config.vocab_size})", value)
+            ok = is_int(value) and 0 <= value < config.vocab_size
+            require(ok, name, f"a token id in [0, {config.vocab_size})", value)
 
 
-def _parse_rope(config: Json, max_position: int) -> RopeConfig:
+def read_rope(config: Json, max_position: int) -> RopeConfig:
+    """Rotary embedding of the published style (`rope_scaling`) or of transformers v5."""
     scaling = config.get("rope_scaling") or None
     parameters = config.get("rope_parameters") or None
     if scaling is not None and parameters is not None and scaling != parameters:
@@ -218,12 +154,12 @@ def _parse_rope(config: Json, max_position: int) -> RopeConfig:
     if not isinstance(rope, Mapping) or any(isinstance(v, Mapping) for v in rope.values()):
         raise UnsupportedConfig(f"{source}: expected one flat object for all layers, got {rope!r}")
 
-    kinds = {rope[key] for key in ("rope_type", "type") if rope.get(key) is not None}
-    kind = kinds.pop() if kinds else "default"
-    if kinds or kind not in ("default", "llama3"):
+    kinds = [rope[key] for key in ("rope_type", "type") if rope.get(key) is not None] or ["default"]
+    kind = kinds[0]
+    if kinds[-1] != kind or kind not in ("default", "llama3"):
         got = {key: rope[key] for key in ("rope_type", "type") if key in rope}
         raise UnsupportedConfig(f"{source}.rope_type: expected default or llama3, got {got}")
-    theta = _positive(rope, "rope_theta", _positive(config, "rope_theta", 10_000.0))
+    theta = read_positive(rope, "rope_theta", read_positive(config, "rope_theta", 10_000.0))
     if config.get("rope_theta", theta) not in (theta, None):
         raise UnsupportedConfig(f"rope_theta: differs from {source}.rope_theta")
     if rope.get("partial_rotary_factor", 1) not in (1, None):
@@ -245,16 +181,17 @@ def _parse_rope(config: Json, max_position: int) -> RopeConfig:
     return RopeConfig(
         theta=theta,
         scaling="llama3",
-        factor=_positive(rope, "factor"),
-        low_freq_factor=_positive(rope, "low_freq_factor"),
-        high_freq_factor=_positive(rope, "high_freq_factor"),
-        original_max_position=_size(
+        factor=read_positive(rope, "factor"),
+        low_freq_factor=read_positive(rope, "low_freq_factor"),
+        high_freq_factor=read_positive(rope, "high_freq_factor"),
+        original_max_position=read_size(
             rope, "original_max_position_embeddings", max_position, high=MAX_POSITION
         ),
     )
 
 
-def _eos_ids(config: Json, generation: Json, default: int | None) -> frozenset[int]:
+def read_eos_ids(config: Json, generation: Json, default: int | None) -> frozenset[int]:
+    """Union of the end tokens that both files name."""
     named = [c["eos_token_id"] for c in (config, generation) if "eos_token_id" in c]
     # A family's default is a guess that only an entirely silent checkpoint gets.
     ids: set[int] = set()
@@ -264,18 +201,13 @@ def _eos_ids(config: Json, generation: Json, default: int | None) -> frozenset[i
             raise UnsupportedConfig(f"eos_token_id: at most {MAX_EOS_IDS} ids, got {len(values)}")
         for token in values:
             if token is not None:
-                _require(_is_int(token), "eos_token_id", "integers", token)
+                require(is_int(token), "eos_token_id", "integers", token)
                 ids.add(token)
     return frozenset(ids)
 
 
-def _check_architecture(config: Json, expected: str) -> None:
-    architectures = config.get("architectures")
-    if architectures is not None and architectures != [expected]:
-        raise UnsupportedConfig(f"architectures: expected ['{expected}'], got {architectures!r}")
-
-
-def _check_keys(config: Json, read: frozenset[str], inert: Mapping[str, tuple[Any, ...]]) -> None:
+def check_keys(config: Json, read: frozenset[str], inert: Mapping[str, tuple[Any, ...]]) -> None:
+    """Refusal of every key that is not read, harmless, or inert at its value."""
     for key, value in config.items():
         if key in inert:
             if value not in inert[key]:
@@ -285,51 +217,37 @@ def _check_keys(config: Json, read: frozenset[str], inert: Mapping[str, tuple[An
             raise UnsupportedConfig(f"{key}: unknown field with value {value!r}")
 
 
-def _check_no_window(config: Json, num_layers: int) -> None:
-    layer_types = config.get("layer_types")
-    if layer_types is not None:
-        expected = ["full_attention"] * num_layers
-        if layer_types != expected:
-            raise UnsupportedConfig(
-                f"layer_types: expected {num_layers} x full_attention, got {layer_types!r}"
-            )
-        return
-    window = config.get("sliding_window", 4096)
-    first = config.get("max_window_layers", 28)
-    is_windowed = _flag(config, "use_sliding_window", False) and window is not None
-    if is_windowed and not (_is_int(first) and first >= num_layers):
-        raise UnsupportedConfig(
-            f"use_sliding_window: sliding attention from layer {first!r} of {num_layers} is not "
-            "implemented"
-        )
-
-
-def _size(config: Json, key: str, default: int, high: int = MAX_WIDTH) -> int:
+def read_size(config: Json, key: str, default: int, high: int = MAX_WIDTH) -> int:
+    """An integer field from 1 to `high`; null counts as absent."""
     value = config.get(key)
     value = default if value is None else value
-    _require(_is_int(value) and 1 <= value <= high, key, f"an integer in [1, {high}]", value)
+    require(is_int(value) and 1 <= value <= high, key, f"an integer in [1, {high}]", value)
     return value
 
 
-def _positive(config: Json, key: str, default: float | None = None) -> float:
+def read_positive(config: Json, key: str, default: float | None = None) -> float:
+    """A finite number above 0; null counts as absent."""
     value: Any = config.get(key)
     value = default if value is None else value
-    _require(_is_real(value) and value > 0, key, "a finite number > 0", value)
+    require(is_real(value) and value > 0, key, "a finite number > 0", value)
     return float(value)
 
 
-def _flag(config: Json, key: str, default: bool) -> bool:
+def read_flag(config: Json, key: str, default: bool) -> bool:
+    """A boolean field; null counts as absent."""
     value = config.get(key)
     value = default if value is None else value
-    _require(isinstance(value, bool), key, "true or false", value)
+    require(isinstance(value, bool), key, "true or false", value)
     return value
 
 
-def _is_int(value: object) -> bool:
+def is_int(value: object) -> bool:
+    """Whether a JSON value is an integer; booleans are not."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_real(value: object) -> bool:
+def is_real(value: object) -> bool:
+    """Whether a JSON value is a finite number; booleans are not."""
     try:
         return (
             isinstance(value, int | float)
@@ -340,6 +258,7 @@ def _is_real(value: object) -> bool:
         return False
 
 
-def _require(ok: bool, key: str, expected: str, got: object) -> None:
+def require(ok: bool, key: str, expected: str, got: object) -> None:
+    """UnsupportedConfig with the field, what is allowed and what came, unless `ok`."""
     if not ok:
         raise UnsupportedConfig(f"{key}: expected {expected}, got {got!r}")

@@ -1,0 +1,1 @@
+"""Reproducible experiments: named frozen configs in, rows with provenance out, tables from rows."""

