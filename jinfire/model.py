@@ -8,7 +8,7 @@ from typing import Self
 import jax
 import numpy as np
 
-from jinfire.checkpoints import TensorSource, load_tokenizer, open_checkpoint
+from jinfire.checkpoints import TensorSource, load_tokenizer, open_checkpoint, save
 from jinfire.programs.forward import forward_program
 from jinfire.programs.runtime import CompileLog, MeshModel
 from jinfire.tokenizer import Tokenizer
@@ -47,6 +47,22 @@ class Model:
             return cls(source, tokenizer, dtype=dtype, device=device)
         finally:
             source.close()
+
+    def params(self) -> dict[str, jax.Array]:
+        """All weights by logical name, e.g. `layers.3.attention.query.weight`."""
+        tensors = self._model.layout.tensors
+        # On one device there is one stage, and a slot is a layer.
+        return {
+            name: value[0] if tensors[name].stacked else value
+            for name, value in self._model.params.items()
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Write a checkpoint folder (Orbax arrays, config, tokenizer) that `from_pretrained` reads.
+
+        Raises: ValueError where the folder holds a checkpoint already.
+        """
+        save(path, self.config, self.params(), self.tokenizer)
 
     def logits(
         self, input_ids_BT: np.ndarray, lengths_B: Sequence[int] | np.ndarray | None = None

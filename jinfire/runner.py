@@ -14,6 +14,7 @@ from jinfire.checkpoints import TensorSource
 from jinfire.config import EngineConfig, Placement
 from jinfire.kvcache.page_table import pages_for
 from jinfire.kvcache.pages import make_pools, pool_bytes
+from jinfire.layout import StageLayout
 from jinfire.programs.batch import (
     DecodeControl,
     DecodeRows,
@@ -63,6 +64,8 @@ class Runner:
             ]
         )
         groups = split_devices(specs, devices)
+        for spec in specs:  # an impossible one is refused before any weight is read
+            StageLayout(source.config, spec)
         names = ["weights"] if len(specs) == 1 else ["prefill weights", "decode weights"]
         models = [
             MeshModel.load(source, spec, group, dtype, self.log, name)

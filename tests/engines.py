@@ -1,8 +1,9 @@
 """Tiny engines that tests share, and what must hold of every engine when it is idle."""
 
+import contextlib
 import functools
 import string
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from helpers import tiny_config
@@ -99,6 +100,17 @@ def check_idle(engine: Engine) -> None:
         assert sum(pool._refs) == 0
 
 
+@contextlib.contextmanager
+def idle_after(engine: Engine) -> Iterator[Engine]:
+    """An engine that must be idle at the end; after a failure later tests get new engines."""
+    try:
+        yield engine
+        check_idle(engine)
+    except BaseException:
+        tiny_engine.cache_clear()
+        raise
+
+
 def owned_pages(pool: PagePool) -> set[int]:
     """Pages that somebody holds or that the prefix cache may hand out."""
     return {page for page in range(1, pool.num_pages) if pool._refs[page] or pool._node[page]}
@@ -121,6 +133,11 @@ def seeded(seed: int, max_tokens: int = 8, **changes) -> SamplingParams:
 def prompts_of(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
     generator = np.random.default_rng(seed)
     return [generator.integers(0, VOCAB, length).tolist() for length in lengths]
+
+
+def alone(engine: Engine, prompt: Sequence[int], params: SamplingParams) -> RequestOutput:
+    """The output of a request without company (its prefix may be cached)."""
+    return engine.generate([prompt], params)[0]
 
 
 def drain(engine: Engine, most_steps: int = 100_000) -> list[TokenEvent]:

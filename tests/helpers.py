@@ -93,7 +93,7 @@ def margins(output: RequestOutput) -> list[float]:
 
 
 class Oracle:
-    """A dense decoder in NumPy float64, written from the papers and independent of jinfire's layers."""
+    """A dense decoder in NumPy float64 that shares no code with jinfire's layers."""
 
     def __init__(self, source: TensorSource) -> None:
         self.config = source.config

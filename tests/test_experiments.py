@@ -4,6 +4,7 @@ import dataclasses
 import gzip
 import json
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,13 @@ from experiments.__main__ import EXPERIMENTS, main
 from experiments.harness import Estimate, Experiment, Measured, Options
 
 ROOT = Path(__file__).parent.parent
+
+# Child processes share the tests' compilation cache (conftest.py).
+COMPILE_CACHE = {
+    "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax"),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -436,6 +444,7 @@ def run_smoke(name: str, folder: Path) -> dict:
         done = subprocess.run(
             [sys.executable, "-m", "experiments", "run", name, "--smoke", "--results", str(folder)],
             cwd=ROOT,
+            env=os.environ | COMPILE_CACHE,
             capture_output=True,
             text=True,
             check=False,

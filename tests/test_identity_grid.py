@@ -9,7 +9,6 @@ import itertools
 import jax
 import numpy as np
 import pytest
-
 from helpers import (
     Oracle,
     logical_pages,
@@ -19,6 +18,7 @@ from helpers import (
     tiny_config,
     tiny_source,
 )
+
 from jinfire import Engine, Placement, RequestOutput, SamplingParams
 
 # 5 layers: uneven over 2 and over 4 stages. 8 query and 2 kv heads: tensor 4 replicates kv heads.
@@ -28,8 +28,8 @@ CONFIG = small_engine_config()
 PAGE, CHUNK = CONFIG.page_size, CONFIG.prefill_shapes[0][1]
 
 # Borders of a page and of a prefill chunk (16 = 2 pages), and a prompt of three chunks.
-LENGTHS = (1, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE, 2 * PAGE + 1, CHUNK, CHUNK + 1, 2 * CHUNK + 1)
-PROMPTS = dict(zip(dict.fromkeys(LENGTHS), random_prompts(sorted(set(LENGTHS)), 61), strict=True))
+LENGTHS = sorted({1, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE + 1, CHUNK, CHUNK + 1, 2 * CHUNK + 1})
+PROMPTS = dict(zip(LENGTHS, random_prompts(LENGTHS, 61), strict=True))
 MAX_TOKENS = (1, 2, 8)
 
 SAFE_MARGIN = 1e-3  # far above the float32 difference of two layouts, which is about 1e-6
@@ -132,7 +132,7 @@ def assert_same(output: RequestOutput, expected: RequestOutput) -> None:
 def test_tokens_are_those_of_a_single_device(pair, requests, single_device):
     engine = Engine(tiny_source(MODEL, SEED), placement=placement(*pair), config=CONFIG)
     free = engine.stats()["free_pages"]
-    # 225 pages of tokens per round go through pools of 48: most are used many times.
+    # Over 75 pages a round go through pools of 48, and the second round finds cached prefixes.
     for _ in range(2):
         outputs = run(engine, requests)
         for output, expected in zip(outputs, single_device, strict=True):
@@ -249,9 +249,7 @@ def test_microbatches_need_not_match_stages(pipeline, microbatches, rows):
 
 def test_qwen3_style_model_on_two_meshes():
     """Per-head norms of queries and keys, and heads whose sizes do not add up to the width."""
-    model = tiny_config(
-        family="qwen3", num_heads=4, head_dim=12, qk_norm=True, tie_embeddings=True
-    )
+    model = tiny_config(family="qwen3", num_heads=4, head_dim=12, qk_norm=True, tie_embeddings=True)
     assert model.num_heads * model.head_dim != model.width
     source = tiny_source(model, SEED)
     engine = Engine(source, placement=Placement.disaggregated((2, 2), (1, 4)), config=CONFIG)

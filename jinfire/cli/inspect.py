@@ -1,0 +1,282 @@
+"""`jinfire inspect`: what a checkpoint is and how it can be split, without loading weights."""
+
+import argparse
+import math
+from pathlib import Path
+from typing import Any
+
+from gguf import LlamaFileType
+
+from jinfire.checkpoints import load_tokenizer, open_checkpoint
+from jinfire.checkpoints.gguf import read_metadata
+from jinfire.checkpoints.source import read_json
+from jinfire.checkpoints.store import CONFIG_NAME, config_to_json
+from jinfire.cli import console, options
+from jinfire.config import ModelConfig
+from jinfire.weights import parse_dtype
+from jinfire.errors import UnsupportedConfig
+from jinfire.layout import StageLayout
+from jinfire.models.spec import (
+    abstract_tree,
+    flops_per_token,
+    kv_bytes_per_token,
+    parameter_count,
+)
+from sharding import MeshSpec
+
+EXAMPLES = """\
+examples:
+  jinfire inspect
+  jinfire inspect --model ~/models/Llama-3.2-1B --tensors
+  jinfire inspect --prefill 2x3 --decode 4x1
+  jinfire inspect --json | jq .kv_bytes_per_token
+"""
+DTYPES = ("float32", "bfloat16")
+MAX_TEXT = 60
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "inspect",
+        help="describe a checkpoint",
+        description="Describe a checkpoint: model, sizes, valid layouts, tokenizer, metadata. "
+        "No weights are loaded. A layout flag shows how the model lies on that mesh.",
+        epilog=EXAMPLES,
+    )
+    parser.set_defaults(run=run)
+    options.add_model(parser, dtype=False)
+    options.add_layout(parser)
+    parser.add_argument("--tensors", action="store_true", help="list every tensor")
+    options.add_output(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    document = describe(options.model_path(args), _meshes(args), args.tensors)
+    if args.json:
+        console.print_json({"command": "inspect", **document})
+    else:
+        _print(document)
+    return console.OK
+
+
+def _meshes(args: argparse.Namespace) -> dict[str, MeshSpec]:
+    if args.colocated is None and args.prefill is None and args.decode is None:
+        return {}
+    where = options.placement(args)
+    if where.decode is None:
+        return {"colocated": where.prefill}
+    return {"prefill": where.prefill, "decode": where.decode}
+
+
+def describe(path: Path, meshes: dict[str, MeshSpec], with_tensors: bool) -> dict[str, Any]:
+    """All facts about a checkpoint, as JSON values.
+
+    Raises: CheckpointMismatch, UnsupportedConfig, or ValueError for a mesh that does not fit.
+    """
+    source = open_checkpoint(path)
+    config = source.config
+    source.close()
+    per_token = flops_per_token(config)
+    document = {
+        "path": path,
+        "config": config_to_json(config),
+        "parameters": parameter_count(config),
+        "weight_bytes": _per_dtype(lambda itemsize: parameter_count(config) * itemsize),
+        "kv_bytes_per_token": _per_dtype(lambda itemsize: kv_bytes_per_token(config, itemsize)),
+        "flops_per_token": per_token,
+        "flops_per_token_and_context_token": flops_per_token(config, context=1) - per_token,
+        "tensor_sizes": tensor_sizes(config),
+        "max_pipeline": config.num_layers,
+        "layouts": [_layout(config, name, spec) for name, spec in meshes.items()],
+        "tokenizer": _tokenizer(path),
+        "metadata": _metadata(path),
+    }
+    if with_tensors:
+        document["tensors"] = [
+            {"name": name, "shape": spec.shape, "axes": spec.axes, "parameters": spec.size}
+            for name, spec in abstract_tree(config).items()
+        ]
+    return document
+
+
+def tensor_sizes(config: ModelConfig) -> list[int]:
+    """Sizes of the tensor axis that the model can be split over."""
+    return [size for size in range(1, config.num_heads + 1) if _fits(config, size)]
+
+
+def _fits(config: ModelConfig, tensor: int) -> bool:
+    try:
+        StageLayout(config, MeshSpec(tensor=tensor))
+    except ValueError:
+        return False
+    return True
+
+
+def _layout(config: ModelConfig, phase: str, spec: MeshSpec) -> dict[str, Any]:
+    layout = StageLayout(config, spec)
+    elements = 0
+    for tensor in layout.tensors.values():
+        axes = [axis for entry in tensor.spec for axis in _axes(entry)]
+        elements += math.prod(tensor.shape) // math.prod(getattr(spec, axis) for axis in axes)
+    kv_heads = layout.kv_heads // spec.tensor
+    kv_elements = 2 * layout.slots * kv_heads * config.head_dim
+    return {
+        "phase": phase,
+        "mesh": str(spec),
+        "devices": spec.size,
+        "layers_per_stage": layout.counts,
+        "query_heads_per_device": config.num_heads // spec.tensor,
+        "kv_heads_per_device": kv_heads,
+        "padded_vocabulary": layout.padded_vocab,
+        "weight_bytes_per_device": _per_dtype(lambda itemsize: elements * itemsize),
+        "kv_bytes_per_token_per_device": _per_dtype(lambda itemsize: kv_elements * itemsize),
+    }
+
+
+def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return () if entry is None else (entry,) if isinstance(entry, str) else entry
+
+
+def _per_dtype(size: Any) -> dict[str, int]:
+    return {name: size(parse_dtype(name).itemsize) for name in DTYPES}
+
+
+def _tokenizer(path: Path) -> dict[str, Any] | None:
+    try:
+        tokenizer = load_tokenizer(path)
+    except UnsupportedConfig as error:  # the model may still run on token ids
+        return {"error": str(error)}
+    if tokenizer is None:
+        return None
+    bos = tokenizer.bos_id
+    return {
+        "vocabulary": tokenizer.vocab_size,
+        "start": None if bos is None else {"id": bos, "token": tokenizer.token(bos)},
+        "ends": [{"id": i, "token": tokenizer.token(i)} for i in sorted(tokenizer.eos_ids)],
+        "chat_template": tokenizer.chat_template is not None,
+    }
+
+
+def _metadata(path: Path) -> dict[str, Any]:
+    """What the checkpoint says of itself; the tables of a tokenizer are left out."""
+    if path.is_dir() and (path / CONFIG_NAME).exists():
+        return {"format": "jinfire", **read_json(path / CONFIG_NAME)}
+    if path.is_dir() and (path / "config.json").exists():
+        return {"format": "Hugging Face", **read_json(path / "config.json")}
+    file = path if path.is_file() else next(path.glob("*.gguf"))
+    metadata = read_metadata(file)
+    kept = {key: value for key, value in metadata.items() if not isinstance(value, list)}
+    kept.pop("tokenizer.chat_template", None)
+    return {"format": "GGUF", **kept}
+
+
+# Text.
+
+
+def _print(document: dict[str, Any]) -> None:
+    config = document["config"]
+    kinds = {f"{layer['attention']} attention, {layer['mlp']} MLP" for layer in config["layers"]}
+    rope = config["rope"]
+    console.print_table(
+        f"{document['path']} ({_format(document['metadata'])})",
+        [
+            ("family", config["family"]),
+            ("layers", f"{len(config['layers'])}, {'; '.join(sorted(kinds))}"),
+            ("width", f"{config['width']:,}, MLP {config['mlp_width']:,}"),
+            (
+                "heads",
+                f"{config['num_heads']} query, {config['num_kv_heads']} kv, of "
+                f"{config['head_dim']}" + (", qk-norm" if config["qk_norm"] else ""),
+            ),
+            (
+                "vocabulary",
+                f"{config['vocab_size']:,}, embeddings "
+                + ("tied" if config["tie_embeddings"] else "not tied"),
+            ),
+            ("context", f"{config['max_position']:,} tokens"),
+            ("rope", f"theta {rope['theta']:g}, scaling {rope['scaling'] or 'none'}"),
+            ("end tokens", ", ".join(map(str, config["eos_ids"])) or "none"),
+        ],
+    )
+    print()
+    context_flops = document["flops_per_token_and_context_token"]
+    console.print_table(
+        "sizes",
+        [
+            ("parameters", f"{document['parameters']:,}"),
+            ("weights", _sizes(document["weight_bytes"])),
+            ("kv per token", _sizes(document["kv_bytes_per_token"])),
+            (
+                "flops per token",
+                f"{document['flops_per_token']:,} + {context_flops:,} per token of context",
+            ),
+            ("tensor", "1 device" if len(document["tensor_sizes"]) == 1 else _tensor(document)),
+            ("pipeline", f"1 to {document['max_pipeline']} stages"),
+        ],
+    )
+    for layout in document["layouts"]:
+        print()
+        console.print_table(f"{layout['phase']}: {layout['mesh']}", _layout_rows(layout))
+    print()
+    console.print_table("tokenizer", _tokenizer_rows(document["tokenizer"]))
+    print()
+    metadata = document["metadata"].items()
+    console.print_table("metadata", [(key, _short(value)) for key, value in metadata])
+    if "tensors" in document:
+        print()
+        _print_tensors(document["tensors"])
+
+
+def _format(metadata: dict[str, Any]) -> str:
+    file_type = metadata.get("general.file_type")
+    if isinstance(file_type, int) and file_type in set(LlamaFileType):
+        kind = LlamaFileType(file_type).name.removeprefix("MOSTLY_").removeprefix("ALL_")
+        return f"{metadata['format']}, mostly {kind}"
+    return metadata["format"]
+
+
+def _tensor(document: dict[str, Any]) -> str:
+    return f"{', '.join(map(str, document['tensor_sizes']))} devices"
+
+
+def _sizes(per_dtype: dict[str, int]) -> str:
+    return ", ".join(f"{dtype} {console.size_text(size)}" for dtype, size in per_dtype.items())
+
+
+def _layout_rows(layout: dict[str, Any]) -> list[tuple[str, object]]:
+    return [
+        ("devices", layout["devices"]),
+        ("layers per stage", " + ".join(map(str, layout["layers_per_stage"]))),
+        (
+            "heads per device",
+            f"{layout['query_heads_per_device']} query, {layout['kv_heads_per_device']} kv",
+        ),
+        ("weights per device", _sizes(layout["weight_bytes_per_device"])),
+        ("kv per token", _sizes(layout["kv_bytes_per_token_per_device"]) + " per device"),
+    ]
+
+
+def _tokenizer_rows(tokenizer: dict[str, Any] | None) -> list[tuple[str, object]]:
+    if tokenizer is None or "error" in tokenizer:
+        return [("none", "" if tokenizer is None else tokenizer["error"])]
+    start = tokenizer["start"]
+    return [
+        ("vocabulary", f"{tokenizer['vocabulary']:,}"),
+        ("start", "none" if start is None else f"{start['id']} {start['token']}"),
+        ("ends", ", ".join(f"{end['id']} {end['token']}" for end in tokenizer["ends"]) or "none"),
+        ("chat template", "yes" if tokenizer["chat_template"] else "no"),
+    ]
+
+
+def _short(value: object) -> str:
+    text = " ".join(str(value).split())
+    return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - 3]}..."
+
+
+def _print_tensors(tensors: list[dict[str, Any]]) -> None:
+    print("tensors")
+    width = max(len(tensor["name"]) for tensor in tensors)
+    for tensor in tensors:
+        axes = zip(tensor["axes"], tensor["shape"], strict=True)
+        shape = " x ".join(f"{size} {axis or ''}".strip() for axis, size in axes)
+        print(f"  {tensor['name']:<{width}}  {tensor['parameters']:>13,}  {shape}")
