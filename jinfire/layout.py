@@ -17,8 +17,7 @@ from sharding import (
     PIPELINE,
     TENSOR,
     MeshSpec,
-    check_divisible,
-    check_heads,
+    check_tensor,
     partition_spec,
     stage_counts,
 )
@@ -62,8 +61,8 @@ class StageLayout:
 
     def __post_init__(self) -> None:
         config, spec = self.config, self.mesh_spec
-        check_heads(config.num_heads, config.num_kv_heads, spec.tensor)
-        check_divisible("mlp width", config.mlp_width, TENSOR, spec.tensor)
+        heads = (config.num_heads, config.num_kv_heads)
+        check_tensor(*heads, spec.tensor, mlp_width=config.mlp_width)
         if spec.expert > 1:
             raise ValueError(
                 f"expert axis: expected 1 for the dense model family {config.family!r}, "

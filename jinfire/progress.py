@@ -14,15 +14,16 @@ def bytes_bar(label: str, total_bytes: int) -> tqdm:
         unit="B",
         unit_scale=True,
         file=sys.stderr,
+        disable=None,  # only where stderr is a terminal
         leave=False,
     )
 
 
 def progress[T](items: Collection[T], desc: str) -> Iterator[T]:
     """The items, counted on a bar that disappears when done."""
-    yield from tqdm(items, desc=desc, leave=False, file=sys.stderr)
+    yield from tqdm(items, desc=desc, leave=False, file=sys.stderr, disable=None)
 
 
 def items_bar(label: str, total: int, unit: str) -> tqdm:
     """A bar over countable things that its owner advances, e.g. requests."""
-    return tqdm(total=total, desc=label, unit=unit, file=sys.stderr, leave=False)
+    return tqdm(total=total, desc=label, unit=unit, file=sys.stderr, disable=None, leave=False)

@@ -13,7 +13,7 @@ from sharding.mesh import (
     split_devices,
 )
 from sharding.pipeline import Schedule, stage_counts
-from sharding.rules import Rules, check_divisible, check_heads, partition_spec
+from sharding.rules import Rules, check_tensor, partition_spec
 from sharding.transfer import InFlight, Side, TransferPlan
 
 __all__ = [
@@ -29,8 +29,7 @@ __all__ = [
     "Schedule",
     "Side",
     "TransferPlan",
-    "check_divisible",
-    "check_heads",
+    "check_tensor",
     "make_mesh",
     "partition_spec",
     "replicate",

@@ -43,33 +43,24 @@ def partition_spec(axes: Sequence[str | None], rules: Rules) -> PartitionSpec:
     return PartitionSpec(*entries)
 
 
-def check_heads(num_heads: int, num_kv_heads: int, tensor: int) -> None:
-    """Check that query and kv heads can be split over `tensor` devices.
+def check_tensor(num_heads: int, num_kv_heads: int, tensor: int, **divided: int) -> None:
+    """Check that heads, and whatever else is `divided`, can be split over `tensor` devices.
 
     Query heads are divided. Kv heads are divided too, or, where there are fewer than devices,
-    each is kept on tensor / num_kv_heads neighbouring devices.
+    each is kept on tensor / num_kv_heads neighbouring devices. All are checked together, so that
+    the sizes an error offers are sizes that work.
     Raises: ValueError that lists the valid tensor sizes.
     """
 
     def fits(size: int) -> bool:
-        divided = num_kv_heads % size == 0 or size % num_kv_heads == 0
-        return num_heads % size == 0 and divided
+        divides_kv = num_kv_heads % size == 0 or size % num_kv_heads == 0
+        whole = [num_heads, *divided.values()]
+        return divides_kv and all(extent % size == 0 for extent in whole)
 
     if not fits(tensor):
         valid = ", ".join(str(size) for size in range(1, num_heads + 1) if fits(size))
+        others = "".join(f", {name} {extent}" for name, extent in divided.items())
         raise ValueError(
-            f"{num_heads} query heads and {num_kv_heads} kv heads cannot be split over "
+            f"{num_heads} query heads and {num_kv_heads} kv heads{others} cannot be split over "
             f"tensor={tensor}; valid sizes: {valid}"
-        )
-
-
-def check_divisible(what: str, size: int, axis: str, parts: int) -> None:
-    """Check that a dimension of `size` can be split into `parts` equal parts over a mesh axis.
-
-    Raises: ValueError that lists the divisors of `size`.
-    """
-    if size % parts:
-        valid = ", ".join(str(n) for n in range(1, min(size, 256) + 1) if size % n == 0)
-        raise ValueError(
-            f"{what} of size {size} cannot be split over {axis}={parts}; valid sizes: {valid}"
         )

@@ -27,6 +27,25 @@ PLACEMENTS = {
 BOTH = ("colocated", "disaggregated")
 
 
+# Engines of other shapes than `engine_config`: every number that a caller may turn.
+ODD = {
+    "pages of one token": ("colocated", {"page_size": 1, "decode_steps": 8, "max_rows": 1}),
+    "pages of three": ("disaggregated 1x1", {"page_size": 3, "decode_steps": 1, "max_rows": 2}),
+    "pages of seven": ("colocated", {"page_size": 7, "decode_steps": 5, "max_context": 50}),
+    "pages longer than a request": ("disaggregated 1x1", {"page_size": 200, "max_rows": 3}),
+    "chunks of one token": ("colocated", {"prefill_shapes": ((1, 1),), "max_context": 20}),
+    "more microbatches than stages": ("colocated 2x2", {"microbatches": 3, "max_rows": 6}),
+    "fewer microbatches than stages": ("colocated 2x2", {"microbatches": 1, "max_rows": 3}),
+}
+# Several buckets of everything, and a pool that running rows outgrow.
+_BUCKETS = {"prefill_shapes": ((1, 8), (2, 16)), "num_pages": 17}
+BUCKETED = {
+    "colocated": {**_BUCKETS, "row_buckets": (2,), "context_buckets": (16,)},
+    "colocated 2x2": {**_BUCKETS, "row_buckets": (2,)},
+    "disaggregated": {**_BUCKETS, "context_buckets": (16,)},
+}
+
+
 class PairTokenizer:
     """A tokenizer whose every token is two letters, so that a stop string may cut tokens."""
 

@@ -8,6 +8,7 @@ import pytest
 from engines import (
     BOTH,
     MODEL,
+    ODD,
     PLACEMENTS,
     PairTokenizer,
     alone,
@@ -221,16 +222,6 @@ def test_host_waits_instead_of_spinning(engine, monkeypatch):
 
 
 # Odd sizes.
-
-ODD = {
-    "pages of one token": ("colocated", {"page_size": 1, "decode_steps": 8, "max_rows": 1}),
-    "pages of three": ("disaggregated 1x1", {"page_size": 3, "decode_steps": 1, "max_rows": 2}),
-    "pages of seven": ("colocated", {"page_size": 7, "decode_steps": 5, "max_context": 50}),
-    "pages longer than a request": ("disaggregated 1x1", {"page_size": 128, "max_rows": 3}),
-    "chunks of one token": ("colocated", {"prefill_shapes": ((1, 1),), "max_context": 20}),
-    "more microbatches than stages": ("colocated 2x2", {"microbatches": 3, "max_rows": 6}),
-    "fewer microbatches than stages": ("colocated 2x2", {"microbatches": 1, "max_rows": 3}),
-}
 
 
 @pytest.mark.parametrize("name", ODD)

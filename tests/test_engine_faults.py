@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from engines import (
     BOTH,
+    PLACEMENTS,
     alone,
     check_idle,
     collect,
@@ -23,6 +24,7 @@ from engines import (
 )
 
 from jinfire import FinishReason, RequestTooLong, SamplingParams
+from jinfire.kvcache.page_table import pages_for
 from jinfire.sequence import SequenceState
 
 SMALL = {"num_pages": 13}  # 12 pages of 4 tokens for 4 rows
@@ -301,13 +303,11 @@ def random_cases(rng: random.Random, count: int):
     return cases
 
 
-@pytest.mark.parametrize("requests", [500, pytest.param(5000, marks=pytest.mark.long)])
-def test_random_requests_with_aborts(small_engine, requests, monkeypatch):
-    engine, rng = small_engine, random.Random(requests)
+def late_copies(engine, rng, monkeypatch):
+    """Copies take some steps more, and so overtake each other."""
     send = engine._runner.send
 
     def slow_send(sequence, sampled):
-        """Copies that take some steps more, so that they overtake each other."""
         transit = send(sequence, sampled)
         looks, arrived = itertools.count(), transit.is_ready
         patience = rng.choice([0, 0, 1, 5])
@@ -316,11 +316,12 @@ def test_random_requests_with_aborts(small_engine, requests, monkeypatch):
 
     if not engine.placement.is_colocated:
         monkeypatch.setattr(engine._runner, "send", slow_send)
-    cases = random_cases(rng, 40)
-    want = [alone(engine, *case) for case in cases]
+
+
+def random_run(engine, rng, cases, want, requests, poisoned=0.0):
+    """Requests drawn from the cases arrive at random, and one in some is aborted."""
     chosen = [rng.randrange(len(cases)) for _ in range(requests)]
     names, events, aborted = [], [], set()
-    preempted = engine.stats()["preemptions"]
     while len(names) < requests or engine.has_work:
         for _ in range(rng.choice([0, 0, 1, 2, 6])):
             if len(names) < requests:
@@ -330,6 +331,8 @@ def test_random_requests_with_aborts(small_engine, requests, monkeypatch):
             name = rng.choice(names[-12:])
             if engine.abort(name):
                 aborted.add(name)
+        if rng.random() < poisoned:
+            poison(engine)
     outputs = collect(engine, events)
     assert sorted(outputs) == sorted(names)
     for name, index in zip(names, chosen, strict=True):
@@ -340,8 +343,43 @@ def test_random_requests_with_aborts(small_engine, requests, monkeypatch):
         else:
             same(got, want[index])
     assert 0 < len(aborted) < requests
+
+
+@pytest.mark.parametrize("requests", [500, pytest.param(5000, marks=pytest.mark.long)])
+def test_random_requests_with_aborts(small_engine, requests, monkeypatch):
+    engine, rng = small_engine, random.Random(requests)
+    late_copies(engine, rng, monkeypatch)
+    cases = random_cases(rng, 40)
+    want = [alone(engine, *case) for case in cases]
+    preempted = engine.stats()["preemptions"]
+    random_run(engine, rng, cases, want, requests)
     assert engine.stats()["preemptions"] > preempted
     assert engine.stats()["prefix_hit_rate"] > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(12))
+def test_random_engines(seed, monkeypatch):
+    """All sizes at once, with late copies, aborts and poison."""
+    rng = random.Random(seed)
+    placement, page_size = rng.choice(sorted(PLACEMENTS)), rng.choice([1, 2, 3, 5, 8, 16])
+    changes = {
+        "page_size": page_size,
+        "max_rows": rng.choice([1, 2, 3, 6]),
+        "max_context": rng.choice([48, 50, 64]),
+        "num_pages": 1 + pages_for(48, page_size) + rng.choice([0, 1, 3, 20]),
+        "prefill_shapes": rng.choice([((1, 5),), ((3, 8),), ((1, 4), (2, 12))]),
+        "row_buckets": rng.choice([(), (1,), (2, 3)]),
+        "context_buckets": rng.choice([(), (9, 20)]),
+        "decode_steps": rng.choice([1, 2, 3, 8]),
+        "microbatches": rng.choice([None, 1, 2, 3]),
+        "prefix_caching": rng.random() < 0.8,
+    }
+    cases = random_cases(rng, 20)
+    want = [alone(tiny_engine("colocated"), *case) for case in cases]
+    with idle_after(tiny_engine(placement, **changes)) as engine:
+        late_copies(engine, rng, monkeypatch)
+        random_run(engine, rng, cases, want, 150, poisoned=0.1)
 
 
 def test_nothing_grows_over_2000_requests(engine):

@@ -10,6 +10,7 @@ from engines import (
     PLACEMENTS,
     VOCAB,
     check_idle,
+    collect,
     drain,
     engine_config,
     forget_prefixes,

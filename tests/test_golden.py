@@ -8,8 +8,10 @@ import json
 
 import numpy as np
 import pytest
+from helpers import Oracle
 
 from jinfire import Engine, EngineConfig, Model, Placement, SamplingParams, TokenLogprobs
+from jinfire.checkpoints import open_checkpoint
 
 LOGITS_TOLERANCE = 5e-4
 HIDDEN_TOLERANCE = 1e-3
@@ -65,6 +67,16 @@ def test_ragged_rows(golden, case, name):
     padding = np.arange(logits.shape[1])[None] >= lengths[:, None]
     assert not logits[padding].any()
     assert np.abs(logits - expected["pad_logits"])[~padding].max() <= LOGITS_TOLERANCE
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_oracle_of_the_other_tests(golden, case, name):
+    """The float64 forward in NumPy, which tests of random models compare with."""
+    expected = case(name)
+    source = open_checkpoint(golden(name))
+    logits = Oracle(source).logits(expected["input_ids"][0])
+    assert np.abs(logits - expected["logits"][0]).max() <= LOGITS_TOLERANCE
+    source.close()
 
 
 def engine_config(**changes) -> EngineConfig:

@@ -54,6 +54,12 @@ def placement(prefill: tuple[int, int], decode: tuple[int, int] | None) -> Place
     return Placement.disaggregated(prefill, decode)
 
 
+def name(prefill: tuple[int, int], decode: tuple[int, int] | None) -> str:
+    """For -k: "2x2_to_1x4" or "colocated_2x2", pipeline first."""
+    sizes = ["x".join(map(str, size)) for size in (prefill, decode) if size]
+    return "_to_".join(sizes) if decode else f"colocated_{sizes[0]}"
+
+
 def greedy(max_tokens: int, **changes) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, temperature=0, **changes)
 
@@ -123,7 +129,7 @@ def assert_same(output: RequestOutput, expected: RequestOutput) -> None:
     [
         pytest.param(
             pair,
-            id=str(placement(*pair)).replace("pipeline ", "").replace(" x tensor ", "x"),
+            id=name(*pair),
             marks=() if pair in SHORT else pytest.mark.long,
         )
         for pair in GRID
@@ -154,7 +160,7 @@ def test_tokens_are_those_of_a_single_device(pair, requests, single_device):
         pytest.param(((4, 1), (2, 2)), marks=pytest.mark.long),
         pytest.param(((1, 4), (4, 1)), marks=pytest.mark.long),
     ],
-    ids=str,
+    ids=lambda pair: name(*pair),
 )
 def test_bfloat16_pages_arrive_bit_for_bit(pair, monkeypatch):
     engine = Engine(

@@ -115,17 +115,20 @@ REFUSED = {
     "query heads": (
         tiny_config(num_heads=9, num_kv_heads=3, head_dim=4),
         (1, 2),
-        "9 query heads and 3 kv heads cannot be split over tensor=2; valid sizes: 1, 3, 9",
+        "9 query heads and 3 kv heads, mlp_width 48 cannot be split over tensor=2; "
+        "valid sizes: 1, 3",
     ),
     "kv heads": (
         tiny_config(num_heads=12, num_kv_heads=3),
         (1, 4),
-        "12 query heads and 3 kv heads cannot be split over tensor=4; valid sizes: 1, 3, 6, 12",
+        "12 query heads and 3 kv heads, mlp_width 48 cannot be split over tensor=4; "
+        "valid sizes: 1, 3, 6, 12",
     ),
     "mlp": (
         tiny_config(mlp_width=50),
         (1, 4),
-        "mlp width of size 50 cannot be split over tensor=4; valid sizes: 1, 2, 5, 10, 25, 50",
+        "8 query heads and 2 kv heads, mlp_width 50 cannot be split over tensor=4; "
+        "valid sizes: 1, 2",
     ),
     "stages": (
         MODEL,

@@ -8,8 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from sharding import (
     AXES,
     MeshSpec,
-    check_divisible,
-    check_heads,
+    check_tensor,
     make_mesh,
     partition_spec,
     replicate,
@@ -104,7 +103,7 @@ def test_partition_spec_refuses():
     ("heads", "kv_heads", "tensor"), [(9, 3, 3), (9, 3, 9), (32, 8, 16), (4, 4, 2), (4, 1, 4)]
 )
 def test_heads_that_split(heads, kv_heads, tensor):
-    check_heads(heads, kv_heads, tensor)
+    check_tensor(heads, kv_heads, tensor)
 
 
 @pytest.mark.parametrize(
@@ -113,14 +112,16 @@ def test_heads_that_split(heads, kv_heads, tensor):
 )
 def test_heads_that_do_not_split(heads, kv_heads, tensor, valid):
     with pytest.raises(ValueError, match="cannot be split") as error:
-        check_heads(heads, kv_heads, tensor)
+        check_tensor(heads, kv_heads, tensor)
     assert str(error.value) == (
         f"{heads} query heads and {kv_heads} kv heads cannot be split over tensor={tensor}; "
         f"valid sizes: {valid}"
     )
 
 
-def test_check_divisible():
-    check_divisible("mlp", 1536, "tensor", 4)
-    with pytest.raises(ValueError, match=r"mlp of size 6 .* tensor=4; valid sizes: 1, 2, 3, 6"):
-        check_divisible("mlp", 6, "tensor", 4)
+def test_sizes_offered_fit_everything_that_is_divided():
+    check_tensor(9, 3, 3, mlp_width=1536)
+    with pytest.raises(
+        ValueError, match=r"3 kv heads, mlp_width 1536 cannot be split over tensor=9; .*: 1, 3$"
+    ):
+        check_tensor(9, 3, 9, mlp_width=1536)

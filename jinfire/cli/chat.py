@@ -36,6 +36,15 @@ class Turn:
     output: RequestOutput
 
 
+def with_template(tokenizer: Tokenizer | None) -> Tokenizer:
+    """The tokenizer, if it can render a conversation."""
+    if tokenizer is None or tokenizer.chat_template is None:
+        raise console.UsageError(
+            "this checkpoint has no tokenizer with a chat template; use `jinfire generate`"
+        )
+    return tokenizer
+
+
 class Conversation:
     """A message history on an engine.
 
@@ -43,11 +52,7 @@ class Conversation:
     """
 
     def __init__(self, engine: Engine, params: SamplingParams, system: str | None = None) -> None:
-        if engine.tokenizer is None or engine.tokenizer.chat_template is None:
-            raise console.UsageError(
-                "chat: this checkpoint has no tokenizer with a chat template; use `generate`"
-            )
-        self._tokenizer: Tokenizer = engine.tokenizer
+        self._tokenizer = with_template(engine.tokenizer)
         self._engine = engine
         self._params = params
         self._system = [] if system is None else [{"role": "system", "content": system}]
@@ -97,7 +102,8 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     params = options.sampling_params(args)
-    engine = options.load_engine(args, options.engine_config(args, max_rows=1))
+    config = options.engine_config(args, max_rows=1)
+    engine = options.load_engine(args, config, check=with_template)
     conversation = Conversation(engine, params, args.system)
     if args.message:
         code, turns = _scripted(args, conversation, args.message)

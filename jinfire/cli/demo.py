@@ -27,7 +27,7 @@ QUESTIONS = (
     "What do bees make?",
 )
 
-# SmolLM2 has 9 query heads and 3 kv heads, so a tensor axis of 1, 3 or 9.
+# SmolLM2 has 9 query heads and 3 kv heads, and an MLP of 1536, so a tensor axis of 1 or 3.
 PREFILL, DECODE = (2, 3), (2, 1)
 PROMPT_CHUNK = 64
 EXAMPLES = """\
@@ -130,7 +130,7 @@ class Screen:
 
 @dataclasses.dataclass
 class Measurement:
-    """What one engine did with the questions. `stats` are those of serving, warm-up excluded."""
+    """What one engine did with the questions. Times and counts without `stats` are of serving."""
 
     outputs: list[RequestOutput]
     serve_s: float

@@ -12,6 +12,7 @@ from jinfire.cli.running import event_json, events_of, output_json
 from jinfire.engine import Engine
 from jinfire.progress import items_bar
 from jinfire.request import RequestOutput, TokenEvent
+from jinfire.tokenizer import Tokenizer
 
 MAX_ROWS = 8
 EXAMPLES = """\
@@ -71,9 +72,13 @@ def run(args: argparse.Namespace) -> int:
     params = options.sampling_params(args)
     jobs = [Job(prompt) for prompt in _prompts(args)]
     config = options.engine_config(args, max_rows=min(len(jobs), MAX_ROWS))
-    engine = options.load_engine(args, config)
-    if engine.tokenizer is None and any(isinstance(job.prompt, str) for job in jobs):
-        raise console.UsageError("this checkpoint has no tokenizer: pass ids with --token-ids")
+    is_text = any(isinstance(job.prompt, str) for job in jobs)
+
+    def check(tokenizer: Tokenizer | None) -> None:
+        if tokenizer is None and is_text:
+            raise console.UsageError("this checkpoint has no tokenizer: pass ids with --token-ids")
+
+    engine = options.load_engine(args, config, check)
     for number, job in enumerate(jobs, 1):
         try:
             job.request_id = engine.submit(_encode(engine, job.prompt, args.chat), params)

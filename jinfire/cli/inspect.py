@@ -13,7 +13,6 @@ from jinfire.checkpoints.source import read_json
 from jinfire.checkpoints.store import CONFIG_NAME, config_to_json
 from jinfire.cli import console, options
 from jinfire.config import ModelConfig
-from jinfire.weights import parse_dtype
 from jinfire.errors import UnsupportedConfig
 from jinfire.layout import StageLayout
 from jinfire.models.spec import (
@@ -22,6 +21,7 @@ from jinfire.models.spec import (
     kv_bytes_per_token,
     parameter_count,
 )
+from jinfire.weights import parse_dtype
 from sharding import MeshSpec
 
 EXAMPLES = """\

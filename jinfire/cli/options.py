@@ -2,15 +2,18 @@
 
 import argparse
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
 
+from jinfire.checkpoints import load_tokenizer, open_checkpoint
 from jinfire.cli.console import UsageError
 from jinfire.config import EngineConfig, Placement
 from jinfire.engine import Engine
 from jinfire.fetch import MODELS_ON_PYPI, cached, default_cache_dir
 from jinfire.request import SamplingParams
+from jinfire.tokenizer import Tokenizer
 
 Layout = tuple[int, ...]
 ENGINE_FIELDS = ("page_size", "max_rows", "max_context", "decode_steps")
@@ -213,8 +216,21 @@ def prepare_jax(args: argparse.Namespace, num_devices: int) -> None:
             ) from error
 
 
-def load_engine(args: argparse.Namespace, config: EngineConfig) -> Engine:
-    """The engine that the flags describe, programs not compiled."""
+def load_engine(
+    args: argparse.Namespace,
+    config: EngineConfig,
+    check: Callable[[Tokenizer | None], object] = lambda tokenizer: None,
+) -> Engine:
+    """The engine that the flags describe, programs not compiled.
+
+    `check` may refuse the tokenizer before the weights are loaded.
+    """
     path, where = model_path(args), placement(args)
     prepare_jax(args, where.num_devices)
-    return Engine.from_pretrained(path, dtype=args.dtype, placement=where, config=config)
+    tokenizer = load_tokenizer(path)
+    check(tokenizer)
+    source = open_checkpoint(path)
+    try:
+        return Engine(source, tokenizer, placement=where, config=config, dtype=args.dtype)
+    finally:
+        source.close()

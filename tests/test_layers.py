@@ -1,0 +1,200 @@
+"""Layers against formulas: rotary tables, norms, weight products, and counts derived from them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from helpers import oracle_frequencies, tiny_config
+from jax.sharding import PartitionSpec
+
+from jinfire.config import RopeConfig
+from jinfire.layers.norm import RMSNorm
+from jinfire.layers.rope import apply_rope, inverse_frequencies, rope_tables
+from jinfire.models.spec import abstract_tree, flops_per_token, kv_bytes_per_token, skeleton
+from jinfire.programs.forward import InBatchKV
+from jinfire.weights import contract
+from sharding import MeshSpec, make_mesh
+
+BFLOAT16 = ml_dtypes.bfloat16
+
+ROPES = {
+    "plain": (RopeConfig(10_000.0), 64),
+    "SmolLM2": (RopeConfig(100_000.0), 64),
+    "Llama 3.1": (RopeConfig(500_000.0, "llama3", 8.0, 1.0, 4.0, 8192), 128),
+    "Llama 3.2": (RopeConfig(500_000.0, "llama3", 32.0, 1.0, 4.0, 8192), 64),
+    "one corner": (RopeConfig(500_000.0, "llama3", 16.0, 1.0, 1.0, 8192), 128),
+    "one corner, on a frequency": (RopeConfig(2 * np.pi, "llama3", 2.0, 1.0, 1.0, 1), 2),
+    "odd head": (RopeConfig(1_000_000.0), 24),
+}
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_rope_tables(name):
+    rope, head_dim = ROPES[name]
+    frequencies = oracle_frequencies(rope, head_dim)
+    assert np.isfinite(frequencies).all()
+    got = inverse_frequencies(rope, head_dim)
+    assert got.dtype == np.float32
+    if name != "one corner, on a frequency":  # there, rounding may choose the side
+        np.testing.assert_allclose(got, frequencies, rtol=1e-6)
+
+    positions = np.array([[0, 1, 2, 17, 255], [8191, 8192, 100_000, 131_071, 3]], np.int32)
+    cos, sin = rope_tables(jnp.asarray(positions), rope, head_dim)
+    assert cos.shape == sin.shape == (2, 5, 1, head_dim // 2)
+    assert cos.dtype == sin.dtype == jnp.float32
+    angles = positions[..., None, None] * got.astype(np.float64)
+    # The angle is a float32: its rounding is what the reference has too.
+    bound = 1e-6 + np.abs(angles) * 2.0**-23
+    assert (np.abs(cos - np.cos(angles)) <= bound).all()
+    assert (np.abs(sin - np.sin(angles)) <= bound).all()
+
+
+def test_llama3_scaling_changes_long_waves_only():
+    rope, head_dim = ROPES["Llama 3.1"]
+    ratio = inverse_frequencies(rope, head_dim) / inverse_frequencies(RopeConfig(rope.theta), 128)
+    waves = 2 * np.pi / inverse_frequencies(RopeConfig(rope.theta), head_dim)
+    assert (ratio[waves < 8192 / 4] == 1).all()
+    np.testing.assert_allclose(ratio[waves > 8192], 1 / 8, rtol=1e-6)
+    between = ratio[(waves > 8192 / 4) & (waves < 8192)]
+    assert between.size
+    assert (np.diff(between) < 0).all()
+    assert ((between > 1 / 8) & (between < 1)).all()
+    with pytest.raises(ValueError, match="'yarn'"):
+        inverse_frequencies(RopeConfig(scaling="yarn"), 8)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, BFLOAT16], ids=["float32", "bfloat16"])
+def test_rope_turns_half_split_pairs(dtype):
+    generator = np.random.default_rng(0)
+    x = generator.standard_normal((2, 5, 3, 8)).astype(dtype)
+    positions = generator.integers(0, 40, (2, 5)).astype(np.int32)
+    rope = RopeConfig()
+    rotated = apply_rope(jnp.asarray(x), rope_tables(jnp.asarray(positions), rope, 8))
+    assert rotated.dtype == dtype
+    wide = x.astype(np.float64)
+    angles = positions[..., None, None] * oracle_frequencies(rope, 8)
+    turned = (wide[..., :4] + 1j * wide[..., 4:]) * np.exp(1j * angles)
+    expected = np.concatenate([turned.real, turned.imag], axis=-1)
+    if dtype == BFLOAT16:  # computed wider and rounded once
+        expected = expected.astype(dtype).astype(np.float64)
+        assert (np.asarray(rotated, np.float64) == expected).mean() > 0.99
+    tolerance = 1e-5 if dtype == np.float32 else 2.0**-7
+    np.testing.assert_allclose(np.asarray(rotated, np.float64), expected, tolerance, tolerance)
+
+
+def norm_of(x: np.ndarray, scale: np.ndarray, eps: float) -> np.ndarray:
+    norm = RMSNorm(x.shape[-1], eps, jnp.dtype(scale.dtype))
+    norm.scale.set_value(jnp.asarray(scale))
+    out = norm(jnp.asarray(x))
+    assert out.dtype == x.dtype
+    return np.asarray(out)
+
+
+def test_norm_in_float32():
+    generator = np.random.default_rng(0)
+    x = generator.standard_normal((3, 4, 64), np.float32) * 50
+    x[0, 0] = 1e-4  # the epsilon counts
+    scale = generator.standard_normal(64, np.float32)
+    wide = x.astype(np.float64)
+    expected = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5) * scale
+    np.testing.assert_allclose(norm_of(x, scale, 1e-5), expected, rtol=2e-6)
+
+
+def test_norm_in_bfloat16_rounds_before_the_scale():
+    """As transformers: statistics in float32, rounded to the input's dtype, then the product."""
+    generator = np.random.default_rng(0)
+    x = generator.standard_normal((64, 256)).astype(BFLOAT16)
+    scale = generator.uniform(0.5, 1.5, 256).astype(BFLOAT16)
+    wide = x.astype(np.float32)
+    normed = wide / np.sqrt((wide * wide).mean(-1, keepdims=True) + np.float32(1e-5))
+    expected = normed.astype(BFLOAT16) * scale
+    once = (normed * scale.astype(np.float32)).astype(BFLOAT16)
+    got = norm_of(x, scale, 1e-5)
+    # A float32 rounding may fall on the other side of a tie, hardly ever.
+    assert (got == expected).mean() > 0.999
+    assert (got == once).mean() < 0.9
+
+
+# --- Products
+
+
+@pytest.mark.parametrize("lead", [(1,), (1, 1), (2,), (3, 1), (2, 3), (8, 1)], ids=str)
+@pytest.mark.parametrize("dtype", [np.float32, BFLOAT16], ids=["float32", "bfloat16"])
+def test_contract(lead, dtype):
+    generator = np.random.default_rng(0)
+    x = generator.standard_normal((*lead, 96)).astype(dtype)
+    weight = generator.standard_normal((40, 96)).astype(dtype)
+    expected = x.astype(np.float64) @ weight.astype(np.float64).T
+
+    out = contract(jnp.asarray(x), jnp.asarray(weight))
+    assert out.shape == (*lead, 40)
+    assert out.dtype == dtype
+    tolerance = 1e-5 if dtype == np.float32 else 2.0**-7
+    np.testing.assert_allclose(np.asarray(out, np.float64), expected, tolerance, tolerance)
+
+    wide = contract(jnp.asarray(x), jnp.asarray(weight), jnp.dtype(jnp.float32))
+    assert wide.dtype == jnp.float32
+    np.testing.assert_allclose(wide, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_one_bfloat16_row_is_the_row_of_a_pair():
+    generator = np.random.default_rng(0)
+    x = jnp.asarray(generator.standard_normal((1, 128)).astype(BFLOAT16))
+    weight = jnp.asarray(generator.standard_normal((64, 128)).astype(BFLOAT16))
+    pair = contract(jnp.concatenate([x, x]), weight)
+    one = contract(x, weight)
+    assert np.asarray(one[0]).tobytes() == np.asarray(pair[0]).tobytes()
+    text = jax.jit(contract).lower(x, weight).as_text()
+    assert "tensor<2x128xbf16>" in text  # the slow product of one row is not compiled
+
+
+# --- A layer of zeros
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_layer_of_zeros_is_the_identity(dtype, qk_norm):
+    """What pads a stage with fewer layers; exact, whatever passes through it."""
+    config = tiny_config(layers=1, qk_norm=qk_norm)
+    structure = skeleton(config, config.layers)
+    params = {name: jnp.zeros(spec.shape, dtype) for name, spec in abstract_tree(config).items()}
+    mesh = make_mesh(MeshSpec(), jax.devices()[:1])
+
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec()
+    )
+    def run(hidden, params):
+        model = structure.bind(params)
+        positions = jnp.arange(hidden.shape[1], dtype=jnp.int32)[None]
+        return model.layers[0](hidden, model.rope(positions), InBatchKV())[0]
+
+    values = np.random.default_rng(0).standard_normal((1, 6, config.width), np.float32)
+    values[0, 1] = 0.0
+    values[0, 2] = 1e30
+    hidden = jnp.asarray(values).astype(dtype)
+    assert np.asarray(run(hidden, params)).tobytes() == np.asarray(hidden).tobytes()
+
+
+# --- Counts
+
+
+@pytest.mark.parametrize("context", [0, 1, 1000])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_flops_per_token(context, tied, qk_norm):
+    config = tiny_config(layers=3, tie_embeddings=tied, qk_norm=qk_norm)
+    layer_weights = 32 * (8 + 2 + 2) * 8 + 8 * 8 * 32 + 3 * 32 * 48
+    head_weights = 61 * 32
+    attention = 3 * 8 * context * (2 * 8 + 2 * 8)  # scores and values, per layer and head
+    expected = 2 * (3 * layer_weights + head_weights) + attention
+    assert flops_per_token(config, context) == expected
+
+
+def test_kv_bytes_per_token():
+    smollm2 = tiny_config(layers=30, num_heads=9, num_kv_heads=3, head_dim=64, width=576)
+    assert kv_bytes_per_token(smollm2, 4) == 46_080
+    llama = tiny_config(layers=32, num_heads=32, num_kv_heads=8, head_dim=128, width=4096)
+    assert kv_bytes_per_token(llama, 2) == 131_072
