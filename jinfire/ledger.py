@@ -147,8 +147,9 @@ class Ledger:
         self.events.record(request_id, "finish", value=FinishReason.ERROR.value)
         self.events.record(request_id, "status", value=f"{type(error).__name__}: {error}")
         metrics = request_metrics(self.events.pop(request_id))
-        has_ids = isinstance(prompt, Iterable) and not isinstance(prompt, str)
-        ids = tuple(prompt) if has_ids else ()
+        ids: tuple[int, ...] = ()
+        if isinstance(prompt, Iterable) and not isinstance(prompt, str):
+            ids = tuple(prompt)
         logprobs = None if params.logprobs is None else []
         return RequestOutput(request_id, ids, [], "", FinishReason.ERROR, logprobs, metrics, error)
 

@@ -150,12 +150,17 @@ def test_interrupted_generate_leaves_nothing(engine, monkeypatch, moment):
 
 
 class Late:
-    """A token array that is not there before the gate opens; using it earlier is an error."""
+    """A token array that is not there before the gate opens; using it earlier is an error.
+
+    With `may wait`, using it opens the gate, and so do a thousand looks.
+    """
 
     def __init__(self, array, gate):
         self.array, self.gate = array, gate
 
     def is_ready(self):
+        self.gate["looks"] += 1
+        self.gate["open"] |= self.gate["may wait"] and self.gate["looks"] > 1000
         return self.gate["open"]
 
     def __array__(self, dtype=None, copy=None):
@@ -190,7 +195,7 @@ def test_decode_never_waits_for_a_prefill(monkeypatch):
         running = engine.submit(short, seeded(1, 50))
         while engine.scheduler.num_running == 0:
             engine.step()
-        gate = {"open": False, "may wait": False}
+        gate = {"open": False, "may wait": False, "looks": 0}
         slow_prefills(engine, monkeypatch, gate)
         late = engine.submit(long, seeded(0, 6))
         events = []
@@ -214,7 +219,7 @@ def test_host_waits_instead_of_spinning(engine, monkeypatch):
     want = alone(engine, prompt, greedy(1))
     forget_prefixes(engine)
     steps = engine.stats()["steps"]
-    gate = {"open": False, "may wait": True}
+    gate = {"open": False, "may wait": True, "looks": 0}
     slow_prefills(engine, monkeypatch, gate)
     same(alone(engine, prompt, greedy(1)), want)
     assert engine.stats()["steps"] - steps <= 10

@@ -358,7 +358,7 @@ def test_random_requests_with_aborts(small_engine, requests, monkeypatch):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_random_engines(seed, monkeypatch):
     """All sizes at once, with late copies, aborts and poison."""
     rng = random.Random(seed)
