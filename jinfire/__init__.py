@@ -6,6 +6,7 @@ from jinfire.engine import Engine
 from jinfire.errors import (
     CheckpointMismatch,
     EmptyPrompt,
+    EngineFailed,
     OutOfPages,
     RequestTooLong,
     TransferFailed,
@@ -33,6 +34,7 @@ __all__ = [
     "EmptyPrompt",
     "Engine",
     "EngineConfig",
+    "EngineFailed",
     "EventLog",
     "FinishReason",
     "MeshSpec",

@@ -165,6 +165,10 @@ class EngineConfig:
                     f"EngineConfig.{name}: expected sizes >= 1, got {getattr(self, name)!r}"
                 )
 
+    def fitted(self, max_position: int) -> Self:
+        """This config with `max_context` within what a model was made for."""
+        return dataclasses.replace(self, max_context=min(self.max_context, max_position))
+
     @property
     def table_width(self) -> int:
         """Page-table width W: columns that hold `max_context` tokens."""

@@ -17,7 +17,7 @@ import numpy as np
 
 from jinfire.checkpoints import TensorSource, load_tokenizer, open_checkpoint
 from jinfire.config import EngineConfig, Placement
-from jinfire.errors import EmptyPrompt, UnknownToken
+from jinfire.errors import EmptyPrompt, EngineFailed, UnknownToken
 from jinfire.kvcache.page_table import PagePool
 from jinfire.ledger import Ledger, Live
 from jinfire.metrics import DEFINITIONS, EventLog
@@ -26,6 +26,7 @@ from jinfire.programs.handoff import Transit
 from jinfire.programs.sampler import Sampled
 from jinfire.progress import items_bar
 from jinfire.request import (
+    FinishReason,
     Prompt,
     Request,
     RequestOutput,
@@ -75,7 +76,7 @@ class Engine:
         self.model_config = source.config
         self.tokenizer = tokenizer
         self.placement = placement or Placement.colocated()
-        self.config = _fit_context(config or EngineConfig(), source.config.max_position)
+        self.config = (config or EngineConfig()).fitted(source.config.max_position)
         self.dtype = parse_dtype(dtype)
         self._ledger = Ledger(tokenizer, source.config.vocab_size)
         self._runner = Runner(source, self.placement, self.config, self.dtype, devices)
@@ -97,7 +98,7 @@ class Engine:
         self._counter = 0
         self._kv_bytes = 0
         self._host_s = self._wait_s = 0.0
-        self._steps = self._decode_dispatches = 0
+        self._steps = self._decode_dispatches = self._stalled = 0
 
     @classmethod
     def from_pretrained(
@@ -322,7 +323,12 @@ class Engine:
         start, waited = time.perf_counter(), self._wait_s
         events, self._pending_events = self._pending_events, []
         if self.scheduler.has_work:
-            events += self._step()
+            try:
+                events += self._step()
+            except jax.errors.JaxRuntimeError as error:
+                # Donated pools are gone with the program that failed: nothing here can go on.
+                self._fail_all(EngineFailed(f"a device program failed: {error}"))
+                raise
         if not self.scheduler.has_work:
             # What is still under way belongs to requests that have ended.
             for leftovers in (self._first_tokens, self._transits, self._issued, self._prefills):
@@ -352,7 +358,22 @@ class Engine:
         if plan.decode is not None:
             self._issued.append(Issued(plan.decode, self._runner.decode(plan.decode)))
             self._decode_dispatches += 1
-        return self._commit(issued=plan.decode is not None, prefilled=plan.prefill is not None)
+        under_way = self._issued or self._first_tokens or self._transits or self._prefills
+        events = self._commit(issued=plan.decode is not None, prefilled=plan.prefill is not None)
+        self._stalled = 0 if under_way or events else self._stalled + 1
+        if self._stalled > 1:
+            # Twice nothing to issue and nothing to wait for: better an error than a loop.
+            error = EngineFailed(f"no progress with {len(self._ledger.live)} unfinished requests")
+            events += self._fail_all(error)
+        return events
+
+    def _fail_all(self, error: EngineFailed) -> list[TokenEvent]:
+        """Ends every request as "error"."""
+        events = []
+        for live in list(self._ledger.live.values()):
+            self.scheduler.finish(live.sequence, FinishReason.ERROR)
+            events.append(self._ledger.fail(live, error))
+        return events
 
     def _prefill(self, plan: Any) -> None:
         now = time.perf_counter()
@@ -455,35 +476,15 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start. Units are in the names."""
-        scheduler, runner = self.scheduler, self._runner
-        counts = scheduler.stats
         return {
-            "placement": str(self.placement),
+            **self._runner.stats(),
+            **self.scheduler.describe(),
             "parameters": parameter_count(self.model_config),
-            "weight_bytes": runner.weight_bytes(),
-            "kv_pool_bytes": runner.kv_pool_bytes(),
             "kv_bytes_per_token": kv_bytes_per_token(self.model_config, self.dtype.itemsize),
             "kv_bytes_transferred": self._kv_bytes,
-            "compile_count": runner.log.count,
-            "compile_seconds": runner.log.seconds,
-            "bubble_fraction": runner.bubble_fractions(),
-            "prefix_hit_rate": counts.cached_tokens / max(counts.prompt_tokens, 1),
-            "preemptions": counts.preemptions,
-            "prefill_tokens": counts.prefill_tokens,
-            "prefill_padded_tokens": counts.prefill_padded_tokens,
-            "free_pages": {
-                "prefill": scheduler.prefill_pool.free_pages,
-                "decode": scheduler.decode_pool.free_pages,
-            },
             "steps": self._steps,
             "decode_dispatches": self._decode_dispatches,
             "host_seconds": self._host_s,
             "wait_seconds": self._wait_s,
             "definitions": dict(DEFINITIONS),
         }
-
-
-def _fit_context(config: EngineConfig, max_position: int) -> EngineConfig:
-    if config.max_context <= max_position:
-        return config
-    return dataclasses.replace(config, max_context=max_position)

@@ -27,3 +27,7 @@ class OutOfPages(RuntimeError):
 
 class TransferFailed(RuntimeError):
     """A handoff whose pages did not arrive or did not verify."""
+
+
+class EngineFailed(RuntimeError):
+    """A device program that failed, or a step that could not go on; its requests have ended."""

@@ -108,6 +108,14 @@ class Ledger:
         text = live.detokenizer.flush() if live.detokenizer else ""
         return self.close(live, live.sequence.num_outputs, None, text, FinishReason.ABORT)
 
+    def fail(self, live: Live, error: Exception) -> TokenEvent:
+        """The last event of a request that the engine could not finish."""
+        self.events.record(live.request.request_id, "status", value=describe(error))
+        index = live.sequence.num_outputs
+        event = self.close(live, index, None, "", FinishReason.ERROR)
+        self.outputs[event.request_id].error = error
+        return event
+
     def close(
         self,
         live: Live,
@@ -145,13 +153,18 @@ class Ledger:
         """The output of a request that was never accepted."""
         self.events.record(request_id, "arrival")
         self.events.record(request_id, "finish", value=FinishReason.ERROR.value)
-        self.events.record(request_id, "status", value=f"{type(error).__name__}: {error}")
+        self.events.record(request_id, "status", value=describe(error))
         metrics = request_metrics(self.events.pop(request_id))
         ids: tuple[int, ...] = ()
         if isinstance(prompt, Iterable) and not isinstance(prompt, str):
             ids = tuple(prompt)
         logprobs = None if params.logprobs is None else []
         return RequestOutput(request_id, ids, [], "", FinishReason.ERROR, logprobs, metrics, error)
+
+
+def describe(error: Exception) -> str:
+    """An exception in one line, with its type."""
+    return f"{type(error).__name__}: {error}"
 
 
 def _token_logprobs(arrays: Any, where: tuple[int, int], token: int, count: int) -> TokenLogprobs:

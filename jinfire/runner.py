@@ -6,6 +6,7 @@ return before the devices are done.
 
 import dataclasses
 from collections.abc import Sequence as Listed
+from typing import Any
 
 import jax
 import numpy as np
@@ -93,12 +94,18 @@ class Runner:
         """Microbatches M of a prefill dispatch: enough to keep every stage at work."""
         return self.config.microbatches or self.prefill_model.stages
 
-    def kv_pool_bytes(self) -> int:
-        return sum(map(pool_bytes, self._pools))
-
-    def weight_bytes(self) -> int:
+    def stats(self) -> dict[str, Any]:
+        """Sizes and counters of the device side. Units are in the names."""
         models = {id(model): model for model in (self.prefill_model, self.decode_model)}
-        return sum(leaf.nbytes for model in models.values() for leaf in model.params.values())
+        weights = [leaf for model in models.values() for leaf in model.params.values()]
+        return {
+            "placement": str(self.placement),
+            "weight_bytes": sum(leaf.nbytes for leaf in weights),
+            "kv_pool_bytes": sum(map(pool_bytes, self._pools)),
+            "compile_count": self.log.count,
+            "compile_seconds": self.log.seconds,
+            "bubble_fraction": self.bubble_fractions(),
+        }
 
     def bubble_fractions(self) -> dict[str, float]:
         """Share of stage time without work, of a full prefill and of a full decode dispatch."""

@@ -10,6 +10,7 @@ last owner did.
 import collections
 import heapq
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
@@ -89,6 +90,20 @@ class Scheduler:
     def get(self, request_id: str) -> Sequence | None:
         """The unfinished sequence of that id."""
         return self._sequences.get(request_id)
+
+    def describe(self) -> dict[str, Any]:
+        """Counters since the start, and pages free now."""
+        counts = self.stats
+        return {
+            "prefix_hit_rate": counts.cached_tokens / max(counts.prompt_tokens, 1),
+            "preemptions": counts.preemptions,
+            "prefill_tokens": counts.prefill_tokens,
+            "prefill_padded_tokens": counts.prefill_padded_tokens,
+            "free_pages": {
+                "prefill": self.prefill_pool.free_pages,
+                "decode": self.decode_pool.free_pages,
+            },
+        }
 
     # Coming and going.
 
