@@ -22,7 +22,7 @@ PIP_FLAGS := --disable-pip-version-check --no-input $(shell [ -t 2 ] || echo --q
 PIP = $(BIN)/python -m pip install $(PIP_FLAGS)
 say = @printf '==> %s\n'
 
-.PHONY: help demo test test-all lint format types pytest pytest-all install install-dev venv \
+.PHONY: help demo model test test-all lint format types pytest pytest-all install install-dev venv \
         peers peer-hf peer-llama lock clean distclean
 
 help:
@@ -34,11 +34,14 @@ help:
 	@echo "make lock      resolves requirements/*.lock again"
 	@echo "make clean     removes the environment and caches (distclean: the peers too)"
 
-demo: install
-	$(say) "fetching SmolLM2-135M-Instruct"
-	@$(BIN)/python -m jinfire fetch smollm2
+demo: model
 	$(say) "running prefill and decode on separate meshes"
 	@$(BIN)/python -m jinfire demo
+
+# The small real model, downloaded once per user and checked by hash.
+model: install
+	$(say) "SmolLM2-135M-Instruct"
+	@$(BIN)/python -m jinfire fetch smollm2
 
 test: lint types pytest
 
@@ -57,11 +60,11 @@ types: install-dev
 	$(say) "types"
 	@PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
 
-pytest: install-dev
+pytest: install-dev model
 	$(say) "tests ($(WORKERS) processes)"
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
-pytest-all: install-dev
+pytest-all: install-dev model
 	$(say) "all tests ($(WORKERS) processes)"
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --long $(PYTEST_ARGS)
 
