@@ -28,8 +28,9 @@ class SamplingParams:
     `temperature=0` is greedy, and so is `top_k=1`. `top_k=0`, `top_p=1` and `min_p=0` are off.
     `seed=None` lets the engine draw a seed; with a seed, tokens depend on the prompt and the
     parameters alone. `logprobs=n` returns the chosen token's log-probability and the n best
-    alternatives (0 to 20), of the raw distribution before temperature and truncation, or after
-    the temperature (still before truncation) with `logprobs_after_temperature`.
+    alternatives (0 to 20; True is 0, False is None), of the raw distribution before temperature
+    and truncation, or after the temperature (still before truncation) with
+    `logprobs_after_temperature`.
     `stop` strings are matched over token borders and cut from the text; `ignore_eos` ignores
     the model's end tokens, not `stop_token_ids` or `stop`.
 
@@ -51,6 +52,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         object.__setattr__(self, "stop", stop)
+        if isinstance(self.logprobs, bool):
+            object.__setattr__(self, "logprobs", 0 if self.logprobs else None)
         object.__setattr__(self, "stop_token_ids", tuple(int(i) for i in self.stop_token_ids))
         _require("max_tokens", self.max_tokens, _is_int(self.max_tokens, 1), "an integer >= 1")
         _require(
@@ -104,11 +107,17 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class TokenLogprobs:
-    """Log-probability of the chosen token and of the best alternatives, best first."""
+    """Log-probability of the chosen token and of the best alternatives, best first.
+
+    `float()` of it, and so `np.array(output.logprobs, float)`, is the chosen token's.
+    """
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+
+    def __float__(self) -> float:
+        return self.logprob
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import numpy as np
 import pytest
 from engines import (
     BOTH,
@@ -29,6 +30,7 @@ from jinfire import (
     Placement,
     RequestTooLong,
     SamplingParams,
+    TokenLogprobs,
     UnknownToken,
 )
 from jinfire.loading import RandomSource
@@ -278,3 +280,14 @@ def test_stats_count_what_happened(engine):
     assert stats["definitions"]["ttft_s"]
     assert stats["weight_bytes"] > 0
     assert stats["kv_pool_bytes"] > 0
+
+
+def test_logprobs_may_be_asked_for_as_a_flag():
+    """As in the OpenAI chat interface: True is the chosen token's alone."""
+    assert SamplingParams(logprobs=True).logprobs == 0
+    assert SamplingParams(logprobs=False).logprobs is None
+
+
+def test_logprobs_are_numbers():
+    steps = [TokenLogprobs(3, -0.5), TokenLogprobs(4, -2.25, ((1, -0.1),))]
+    np.testing.assert_array_equal(np.array(steps, float), [-0.5, -2.25])
