@@ -124,7 +124,9 @@ def run(todo: Sequence[DisaggregationConfig], options: Options) -> Iterator[Meas
     """One engine per placement, the single-device engine of each model and dtype first."""
     references: dict[tuple[Any, ...], list[int]] = {}
     groups = _by_engine(todo)
-    with tqdm(total=len(todo), desc="disaggregation", unit="row", file=sys.stderr) as bar:
+    with tqdm(
+        total=len(todo), desc="disaggregation", unit="row", file=sys.stderr, disable=None
+    ) as bar:
         for group in groups:
             _add_references(references, group, options)
         for group in groups:

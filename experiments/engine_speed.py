@@ -122,7 +122,9 @@ HOST_TARGET, RSS_TARGET = 0.05, 1.5
 
 def run(todo: Sequence[SpeedConfig], options: Options) -> Iterator[Measured]:
     """One comparison after another; each has processes of its own."""
-    with tqdm(total=len(todo), desc="engine_speed", unit="row", file=sys.stderr) as bar:
+    with tqdm(
+        total=len(todo), desc="engine_speed", unit="row", file=sys.stderr, disable=None
+    ) as bar:
         for config in todo:
             bar.set_postfix_str(f"{config.measure} {config.dtype}")
             with running(config.peers, options) as systems:
@@ -184,7 +186,9 @@ def _one_request(systems: Mapping[str, System], config: SpeedConfig, options: Op
     answers: list[dict[str, dict[str, Any]]] = []
     speeds: dict[str, list[float]] = {name: [] for name in systems}
     compiled = systems["jinfire"].ask("info")["compile_count"]
-    for index in tqdm(range(config.rounds), desc="rounds", file=sys.stderr, leave=False):
+    for index in tqdm(
+        range(config.rounds), desc="rounds", file=sys.stderr, disable=None, leave=False
+    ):
         prompt = _prompts(config, [config.context], index)[0]
         answers.append({})
         for name, system in systems.items():
@@ -231,13 +235,17 @@ def _ragged(systems: Mapping[str, System], config: SpeedConfig, options: Options
         if name == "jinfire":
             continue
         tried = {}
-        for size in tqdm(MANY, desc=f"best setting of {name}", file=sys.stderr, leave=False):
+        for size in tqdm(
+            MANY, desc=f"best setting of {name}", file=sys.stderr, disable=None, leave=False
+        ):
             tried[size] = speed(system, -1, quarter, **{setting_name[name]: size})
         best = max(tried, key=tried.__getitem__)
         settings[name] = {"threads": os.cpu_count(), setting_name[name]: best, "tried": tried}
     speeds: dict[str, list[float]] = {name: [] for name in systems}
     compiled = systems["jinfire"].ask("info")["compile_count"]
-    for index in tqdm(range(config.rounds), desc="rounds", file=sys.stderr, leave=False):
+    for index in tqdm(
+        range(config.rounds), desc="rounds", file=sys.stderr, disable=None, leave=False
+    ):
         for name, system in systems.items():
             setting = setting_name.get(name)
             chosen = {setting: settings[name][setting]} if setting else {}
@@ -280,7 +288,9 @@ def _host(systems: Mapping[str, System], config: SpeedConfig, options: Options) 
     compiled = engine.ask("info")["compile_count"]
     answers = [
         engine.ask(HOST, prompts=_prompts(config, lengths, index), **arguments)
-        for index in tqdm(range(config.rounds), desc="rounds", file=sys.stderr, leave=False)
+        for index in tqdm(
+            range(config.rounds), desc="rounds", file=sys.stderr, disable=None, leave=False
+        )
     ]
     info = engine.ask("info")
     values = {

@@ -128,6 +128,7 @@ class EngineConfig:
     than the largest chunk is prefilled in several. `row_buckets` and `context_buckets` bound the
     number of compiled programs; a bucket above the maximum is dropped, the maximum added.
     `decode_steps` is J, the decode steps per dispatch. `microbatches` None is one per stage.
+    A request whose pages have not reached the decode mesh after `transfer_timeout_s` fails alone.
     """
 
     page_size: int = 16
@@ -140,6 +141,7 @@ class EngineConfig:
     decode_steps: int = 4
     microbatches: int | None = None
     prefix_caching: bool = True
+    transfer_timeout_s: float = 120.0
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -6,7 +6,6 @@ read one step late, while the next dispatch runs.
 
 import collections
 import dataclasses
-import operator
 import time
 from collections.abc import Generator, Sequence
 from pathlib import Path
@@ -15,11 +14,12 @@ from typing import Any, Self
 import jax
 import numpy as np
 
+from jinfire.admission import Admission
 from jinfire.checkpoints import TensorSource, load_tokenizer, open_checkpoint
 from jinfire.config import EngineConfig, Placement
-from jinfire.errors import EmptyPrompt, EngineFailed, UnknownToken
+from jinfire.errors import EngineFailed, TransferFailed
 from jinfire.kvcache.page_table import PagePool
-from jinfire.ledger import Ledger, Live
+from jinfire.ledger import Ledger, Live, describe
 from jinfire.metrics import DEFINITIONS, EventLog
 from jinfire.models.spec import kv_bytes_per_token, parameter_count
 from jinfire.programs.handoff import Transit
@@ -28,7 +28,6 @@ from jinfire.progress import items_bar
 from jinfire.request import (
     FinishReason,
     Prompt,
-    Request,
     RequestOutput,
     SamplingParams,
     TokenEvent,
@@ -54,7 +53,8 @@ class _Handover:
     sequence: LiveSequence
     sampled: Sampled
     source: tuple[int, int]
-    transit: Transit | None
+    sent_s: float
+    transit: Transit | None = None
 
 
 class Engine:
@@ -80,25 +80,26 @@ class Engine:
         self.dtype = parse_dtype(dtype)
         self._ledger = Ledger(tokenizer, source.config.vocab_size)
         self._runner = Runner(source, self.placement, self.config, self.dtype, devices)
-        pages, caching = self.config.pool_pages, self.config.prefix_caching
-        prefill_pool = PagePool(pages, self.config.page_size, caching)
-        decode_pool = prefill_pool
-        if not self.placement.is_colocated:
-            decode_pool = PagePool(pages, self.config.page_size, caching)
-        self.scheduler = Scheduler(
-            self.config, prefill_pool, decode_pool, self._runner.prefill_microbatches
-        )
+        self.scheduler = self._new_scheduler()
         self._first_tokens: collections.deque[_Handover] = collections.deque()
         self._transits: dict[LiveSequence, _Handover] = {}
         self._issued: collections.deque[Issued] = collections.deque()
         self._prefills: collections.deque[Sampled] = collections.deque()
         self._pending_events: list[TokenEvent] = []
         self._streams: dict[str, collections.deque[TokenEvent]] = {}
-        self._seeds = np.random.default_rng(self.config.seed)
+        self._admission = Admission(source.config, tokenizer, self.config.seed)
         self._counter = 0
         self._kv_bytes = 0
         self._host_s = self._wait_s = 0.0
         self._steps = self._decode_dispatches = self._stalled = 0
+
+    def _new_scheduler(self) -> Scheduler:
+        pages, caching = self.config.pool_pages, self.config.prefix_caching
+        prefill_pool = PagePool(pages, self.config.page_size, caching)
+        decode_pool = prefill_pool
+        if not self.placement.is_colocated:
+            decode_pool = PagePool(pages, self.config.page_size, caching)
+        return Scheduler(self.config, prefill_pool, decode_pool, self._runner.prefill_microbatches)
 
     @classmethod
     def from_pretrained(
@@ -163,45 +164,10 @@ class Engine:
                 f"request_id: expected one not in use, got {request_id!r}, whose output nobody took"
             )
         self._counter += 1
-        request = self._request(prompt, params, request_id)
+        request = self._admission.request(prompt, params, request_id)
         sequence = self.scheduler.add(request)
         self._ledger.open(request, sequence)
         return request_id
-
-    def _request(self, prompt: Prompt, params: SamplingParams, request_id: str) -> Request:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError(
-                    "prompt: expected token ids, got text, and this checkpoint has no tokenizer"
-                )
-            prompt = self.tokenizer.encode(prompt)
-        if params.stop and self.tokenizer is None:
-            raise ValueError("stop: expected none, because this checkpoint has no tokenizer")
-        try:
-            ids = tuple(operator.index(token) for token in prompt)
-        except TypeError:
-            raise ValueError(
-                f"request {request_id!r}: prompt expected text or token ids, got {prompt!r:.80}"
-            ) from None
-        if not ids:
-            raise EmptyPrompt(f"request {request_id!r}: expected at least one prompt token")
-        vocab = self.model_config.vocab_size
-        for name, values in (("prompt", ids), ("stop_token_ids", params.stop_token_ids)):
-            unknown = next((token for token in values if not 0 <= token < vocab), None)
-            if unknown is not None:
-                raise UnknownToken(
-                    f"request {request_id!r}: {name} expected token ids in [0, {vocab}), "
-                    f"got {unknown}"
-                )
-        seed = params.seed
-        if seed is None:
-            seed = int(self._seeds.integers(2**32))
-        eos_ids = self.model_config.eos_ids
-        if self.tokenizer is not None:
-            eos_ids = eos_ids | frozenset(self.tokenizer.eos_ids)
-        if params.ignore_eos:
-            eos_ids = frozenset()
-        return Request(request_id, ids, params, seed, eos_ids)
 
     def abort(self, request_id: str) -> bool:
         """End a request in any state; its pages are free at once. False when it is not running."""
@@ -319,15 +285,19 @@ class Engine:
     # The loop.
 
     def step(self) -> list[TokenEvent]:
-        """One round of plan, run and commit; the events it brought, in order."""
+        """One round of plan, run and commit; the events it brought, in order.
+
+        When a step is broken off (a device program fails, Ctrl-C), all unfinished requests end as
+        "error", the engine starts over with empty pools, and the exception goes on to the caller.
+        """
         start, waited = time.perf_counter(), self._wait_s
         events, self._pending_events = self._pending_events, []
         if self.scheduler.has_work:
             try:
                 events += self._step()
-            except jax.errors.JaxRuntimeError as error:
-                # Donated pools are gone with the program that failed: nothing here can go on.
-                self._fail_all(EngineFailed(f"a device program failed: {error}"))
+            except BaseException as error:
+                # Also an interrupt: between a plan and its programs nothing can be trusted.
+                self._start_over(EngineFailed(f"a step was broken off by {describe(error)}"))
                 raise
         if not self.scheduler.has_work:
             # What is still under way belongs to requests that have ended.
@@ -341,7 +311,7 @@ class Engine:
         return events
 
     def _step(self) -> list[TokenEvent]:
-        arrived = [s for s, handover in self._transits.items() if handover.transit.is_ready()]  # type: ignore[union-attr]
+        arrived, late = self._arrivals()
         while self._prefills and self._prefills[0].token_B.is_ready():
             self._prefills.popleft()
         plan = self.scheduler.plan(arrived, prefill=len(self._prefills) < MAX_PREFILLS_AHEAD)
@@ -359,7 +329,9 @@ class Engine:
             self._issued.append(Issued(plan.decode, self._runner.decode(plan.decode)))
             self._decode_dispatches += 1
         under_way = self._issued or self._first_tokens or self._transits or self._prefills
-        events = self._commit(issued=plan.decode is not None, prefilled=plan.prefill is not None)
+        events = late + self._commit(
+            issued=plan.decode is not None, prefilled=plan.prefill is not None
+        )
         self._stalled = 0 if under_way or events else self._stalled + 1
         if self._stalled > 1:
             # Twice nothing to issue and nothing to wait for: better an error than a loop.
@@ -367,13 +339,43 @@ class Engine:
             events += self._fail_all(error)
         return events
 
+    def _start_over(self, error: EngineFailed) -> None:
+        """Ends every request as "error" and forgets all pages, their content included."""
+        self._pending_events += [
+            self._ledger.fail(live, error) for live in list(self._ledger.live.values())
+        ]
+        stats = self.scheduler.stats
+        self.scheduler = self._new_scheduler()
+        self.scheduler.stats = stats
+        self._runner.reset()
+        for leftovers in (self._first_tokens, self._transits, self._issued, self._prefills):
+            leftovers.clear()
+
+    def _arrivals(self) -> tuple[list[LiveSequence], list[TokenEvent]]:
+        """Sequences whose copies are there, and the ends of those that waited too long.
+
+        A late copy harms nobody: it lands in arrays of its own, never in pages.
+        """
+        arrived, events, now = [], [], time.perf_counter()
+        for sequence, handover in list(self._transits.items()):
+            assert handover.transit is not None
+            if handover.transit.is_ready():
+                arrived.append(sequence)
+            elif now - handover.sent_s > self.config.transfer_timeout_s:
+                events += self._fail(
+                    sequence, TransferFailed(f"not there after {now - handover.sent_s:.1f} s")
+                )
+        return arrived, events
+
+    def _fail(self, sequence: LiveSequence, error: Exception) -> list[TokenEvent]:
+        self.scheduler.finish(sequence, FinishReason.ERROR)
+        live = self._ledger.find(sequence)
+        return [] if live is None else [self._ledger.fail(live, error)]
+
     def _fail_all(self, error: EngineFailed) -> list[TokenEvent]:
         """Ends every request as "error"."""
-        events = []
-        for live in list(self._ledger.live.values()):
-            self.scheduler.finish(live.sequence, FinishReason.ERROR)
-            events.append(self._ledger.fail(live, error))
-        return events
+        live = list(self._ledger.live.values())
+        return [event for one in live for event in self._fail(one.sequence, error)]
 
     def _prefill(self, plan: Any) -> None:
         now = time.perf_counter()
@@ -387,7 +389,7 @@ class Engine:
                 if not chunk.is_last:
                     continue
                 sequence = chunk.sequence
-                handover = _Handover(sequence, sampled, (m, r), None)
+                handover = _Handover(sequence, sampled, (m, r), now)
                 self._first_tokens.append(handover)
                 if chunk.needs_handoff:
                     handover.transit = self._runner.send(sequence, sampled)

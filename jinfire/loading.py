@@ -91,6 +91,11 @@ def _place(
         block = np.asarray(source.read(name, logical)).astype(dtype, copy=False)
         return layout.fit(block, shape)
 
-    return jax.make_array_from_callback(
-        tensor.shape, NamedSharding(mesh, tensor.spec), shard, dtype=dtype
-    )
+    # One shard after the other: `jax.make_array_from_callback` would hold all of them on the host,
+    # which is as many tensors as there are stages.
+    sharding = NamedSharding(mesh, tensor.spec)
+    shards = [
+        jax.block_until_ready(jax.device_put(shard(index), device))
+        for device, index in sharding.addressable_devices_indices_map(tensor.shape).items()
+    ]
+    return jax.make_array_from_single_device_arrays(tensor.shape, sharding, shards)

@@ -14,7 +14,7 @@ import numpy as np
 from jinfire.checkpoints import TensorSource
 from jinfire.config import EngineConfig, Placement
 from jinfire.kvcache.page_table import pages_for
-from jinfire.kvcache.pages import make_pools, pool_bytes
+from jinfire.kvcache.pages import Pools, make_pools, pool_bytes
 from jinfire.layout import StageLayout
 from jinfire.programs.batch import (
     DecodeControl,
@@ -56,14 +56,7 @@ class Runner:
         self.placement = placement
         self.config = config
         self.log = CompileLog()
-        specs = (
-            [placement.prefill]
-            if placement.decode is None
-            else [
-                placement.prefill,
-                placement.decode,
-            ]
-        )
+        specs = [placement.prefill, *([placement.decode] if placement.decode else [])]
         groups = split_devices(specs, devices)
         for spec in specs:  # an impossible one is refused before any weight is read
             StageLayout(source.config, spec)
@@ -73,15 +66,24 @@ class Runner:
             for spec, group, name in zip(specs, groups, names, strict=True)
         ]
         self.prefill_model, self.decode_model = models[0], models[-1]
-        # One list for both phases when colocated, so that donated pools are replaced in one place.
-        self._pools = [
-            make_pools(model.layout, model.mesh, config.pool_pages, config.page_size, dtype)
-            for model in models
-        ]
-        self._groups = tuple(self._pools[0])
+        self._models = models
+        self._groups = source.config.kv_groups
+        self._dtype = dtype
+        self.reset()
         self._prefill = prefill_program(self.prefill_model)
         self._decode: dict[tuple[int, int], Program] = {}
         self._handoff = Handoff(self.prefill_model, self.decode_model, config.table_width)
+
+    def reset(self) -> None:
+        """Empty pools and rows: at the start, and after a step that was broken off."""
+        self._pools: list[Pools] = []  # the old ones are freed first
+        # One entry for both phases when colocated: donated pools are replaced in one place.
+        self._pools = [
+            make_pools(
+                model.layout, model.mesh, self.config.pool_pages, self.config.page_size, self._dtype
+            )
+            for model in self._models
+        ]
         self._rows = self._empty_rows()
         self._halt: set[int] = set()
 
@@ -96,8 +98,7 @@ class Runner:
 
     def stats(self) -> dict[str, Any]:
         """Sizes and counters of the device side. Units are in the names."""
-        models = {id(model): model for model in (self.prefill_model, self.decode_model)}
-        weights = [leaf for model in models.values() for leaf in model.params.values()]
+        weights = [leaf for model in self._models for leaf in model.params.values()]
         return {
             "placement": str(self.placement),
             "weight_bytes": sum(leaf.nbytes for leaf in weights),

@@ -81,6 +81,8 @@ def split_devices(
     Raises: ValueError when there are too few devices, with the ways to get more.
     """
     available = list(jax.devices() if devices is None else devices)
+    if len(set(available)) != len(available):
+        raise ValueError(f"devices: expected each once, got {available}")
     needed = sum(spec.size for spec in specs)
     if needed > len(available):
         wanted = " + ".join(f"({spec})" for spec in specs)

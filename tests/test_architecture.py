@@ -32,7 +32,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("programs.sampler", "programs.runtime"),
     ("programs.batch",),
     ("programs.forward", "programs.prefill", "programs.decode", "programs.handoff"),
-    ("scheduler", "runner", "ledger"),
+    ("scheduler", "runner", "ledger", "admission"),
     ("model", "engine"),
     ("cli.console",),
     ("cli.options", "cli.running"),

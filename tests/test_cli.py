@@ -13,7 +13,17 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from commands import GOLDEN, GREEDY, ROOT, SMALL, errors, last_json, make_chat_model, run
+from commands import (
+    GOLDEN,
+    GREEDY,
+    ROOT,
+    SMALL,
+    errors,
+    last_json,
+    lose_tokens,
+    make_chat_model,
+    run,
+)
 from safetensors import safe_open
 from test_fetch import pinned
 from test_gguf import write_gguf
@@ -38,6 +48,11 @@ def chat_model(tmp_path_factory) -> Path:
     return make_chat_model(tmp_path_factory.mktemp("chat_model"))
 
 
+@pytest.fixture
+def no_tokens(monkeypatch) -> None:
+    lose_tokens(monkeypatch)
+
+
 @pytest.fixture(scope="module")
 def golden_values() -> dict[str, np.ndarray]:
     with np.load(GOLDEN / "golden.npz") as values:
@@ -57,9 +72,21 @@ def test_help_has_examples(name, capsys):
 
 def test_general_help_and_version(capsys):
     assert run("--help") == 0
-    assert "exit codes: 0 done" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    for text in ("exit codes: 0 done", "141 nobody", "answers questions on two meshes"):
+        assert text in out
     assert run("--version") == 0
     assert capsys.readouterr().out.startswith("jinfire ")
+
+
+@pytest.mark.parametrize(
+    ("name", "default"),
+    [("generate", "the number of prompts, at most 8"), ("chat", 1), ("demo", 6)],
+)
+def test_help_tells_how_many_rows(name, default, capsys):
+    assert run(name, "--help") == 0
+    words = " ".join(capsys.readouterr().out.split())
+    assert f"requests that decode at once (default: {default})" in words
 
 
 @pytest.mark.parametrize(
@@ -70,15 +97,18 @@ def test_general_help_and_version(capsys):
         ("generate x --no-such-flag", "--no-such-flag"),
         ("generate x --max-tok 3", "--max-tok"),
         ("generate x --top-p much", "--top-p: .*'much'"),
-        ("generate x --top-p 3", r"top_p: expected a number in \(0, 1\], got 3.0"),
-        ("generate x --temperature nan", "temperature: .* got nan"),
-        ("generate x --max-tokens 0", "max_tokens: .* got 0"),
+        ("generate x --no-such-flag", r"\(see jinfire generate --help\)"),
+        ("inspect --json=3", r"\(see jinfire inspect --help\)"),
+        ("generate x --top-p 3", r"error: --top-p: expected a number in \(0, 1\], got 3.0 \(see"),
+        ("generate x --temperature nan", "error: --temperature: .* got nan"),
+        ("chat --max-tokens 0", "error: --max-tokens: .* got 0 .see jinfire chat --help"),
+        ("generate x --stop-token-ids -1", "error: --stop-token-ids: expected token ids >= 0"),
         ("generate x --page-size 0", "--page-size: .* >= 1"),
         ("generate x --dtype int3", "--dtype: .*int3"),
         ("generate x --colocated 2", "--colocated: expected PIPELINExTENSOR.*'2'"),
         ("generate x --colocated 0x1", "--colocated: .*'0x1'"),
-        ("generate x --prefill 1x1", "--decode: expected with"),
-        ("generate x --decode 1x1", "--prefill: expected with"),
+        ("generate x --prefill 1x1", "--decode is missing: --prefill and --decode go together"),
+        ("generate x --decode 1x1", "--prefill is missing: --prefill and --decode go together"),
         ("generate x --colocated 1x1 --decode 1x1", "--colocated: expected alone"),
         ("generate x --devices 3", "--devices 3: JAX is in use already, with 8"),
         ("generate x", "no tokenizer: pass ids with --token-ids"),
@@ -86,7 +116,10 @@ def test_general_help_and_version(capsys):
         ("generate --token-ids 1 --chat", "--chat"),
         ("generate --prompts-file no/such", "--prompts-file: .*no/such"),
         ("generate --token-ids 1 --colocated 1x3", "tensor=3; valid sizes: 1, 2, 4, 8"),
-        ("generate --token-ids 1 --colocated 3x4", "needs 12 devices, 8 present"),
+        (
+            "generate --token-ids 1 --colocated 3x4",
+            "error: --devices: .* needs 12 devices, 8 present",
+        ),
         ("generate --token-ids 1 --colocated 4x1", "3 layers"),
         ("generate --token-ids 1 --colocated 1x1x2", "expert"),
         ("chat --message hi", "no tokenizer with a chat template"),
@@ -289,6 +322,37 @@ def test_all_refused(capsys):
     assert "UnknownToken" in errors(err)[0]
 
 
+def test_failed_requests(no_tokens, capsys):
+    """The engine ends them; what came until then is printed, and nobody takes it for an answer."""
+    argv = ("generate", "--model", GOLDEN, *SMALL, *GREEDY, "--token-ids", "1 5 9")
+    assert run(*argv) == console.FAILED
+    out, err = capsys.readouterr()
+    assert len(out.split()) == 1  # from the prefill
+    (line,) = errors(err)
+    assert line.startswith("jinfire: error: prompt 1: EngineFailed: no progress")
+
+    assert run(*argv, "7", "320", "--json") == console.FAILED
+    out, err = capsys.readouterr()
+    (document,) = map(json.loads, out.splitlines())
+    kinds = [output["error"]["type"] for output in document["outputs"]]
+    assert kinds == ["EngineFailed", "EngineFailed", "UnknownToken"]
+    assert [output["finish_reason"] for output in document["outputs"]] == ["error"] * 3
+    assert [line.split(": ")[2] for line in errors(err)] == ["prompt 3", "prompt 1", "prompt 2"]
+
+
+def test_seeds(capsys):
+    """Without `--seed` a fresh one each time, whatever the default of `EngineConfig` is."""
+    argv = ("generate", "--model", GOLDEN, *SMALL, "--ignore-eos", "--token-ids", "1 5 9")
+    texts = []
+    for flags in ((), (), ("--seed", 3), ("--seed", 3)):
+        assert run(*argv, *flags) == 0
+        out, err = capsys.readouterr()
+        texts.append(out)
+        assert re.fullmatch(r"llama31_f32: loading, then compiling.* \.\.\.\n", err)
+    assert texts[0] != texts[1]
+    assert texts[2] == texts[3]
+
+
 def test_text_prompts_from_stdin_and_chat(chat_model, monkeypatch, capsys):
     argv = ("generate", "--model", chat_model, *SMALL, *GREEDY, "--max-tokens", 4, "--json")
     monkeypatch.setattr(sys, "stdin", io.StringIO("the 12\n\n{x}\n"))
@@ -342,6 +406,7 @@ def test_program_makes_devices_and_keeps_what_it_compiled(tmp_path):
         text=True,
         check=True,
     )
+    assert "loading, then compiling, kept for the next run ...\n" in done.stderr
     document = last_json(done.stdout)
     assert document["stats"]["placement"] == (
         "prefill pipeline 1 x tensor 2 + decode pipeline 1 x tensor 1"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jax
 import pytest
-from commands import GREEDY, SMALL, errors, make_chat_model, run
+from commands import GREEDY, SMALL, errors, lose_tokens, make_chat_model, run
 
 from jinfire.checkpoints import load_tokenizer
 from jinfire.cli import chat, console, demo
@@ -66,6 +66,18 @@ def test_chat_that_no_longer_fits(chat_model, monkeypatch, capsys):
     assert "RequestTooLong" in errors(err)[0]
 
 
+def test_chat_whose_answer_fails(chat_model, monkeypatch, capsys):
+    lose_tokens(monkeypatch)
+    argv = ("chat", "--model", chat_model, *SMALL, *GREEDY, "--message", "hi", "--message", "no")
+    assert run(*argv, "--json") == console.FAILED
+    out, err = capsys.readouterr()
+    document = json.loads(out.splitlines()[-1])
+    (turn,) = document["turns"]
+    assert (turn["finish_reason"], turn["error"]["type"]) == ("error", "EngineFailed")
+    assert document["messages"] == []  # nothing that a next answer could build on
+    assert errors(err)[0].startswith("jinfire: error: EngineFailed: no progress")
+
+
 def test_interactive_chat(chat_model, monkeypatch, capsys):
     said = iter(["hi", KeyboardInterrupt, "", "/help", "x" * 90, "/reset", "hi", EOFError])
 
@@ -89,6 +101,13 @@ def test_interactive_chat(chat_model, monkeypatch, capsys):
     assert "/quit or Ctrl-D ends" in err
     assert "RequestTooLong" in errors(err)[0]
     assert "4 tokens, the first after" in err
+
+    lose_tokens(monkeypatch)
+    said = iter(["hi", "/quit"])
+    assert run(*argv) == console.FAILED
+    out, err = capsys.readouterr()
+    assert "EngineFailed: no progress" in errors(err)[0]
+    assert "the first after" not in err
 
 
 def test_ctrl_c_ends_the_answer_and_not_the_program(chat_model):
@@ -159,5 +178,47 @@ def test_demo_fails_where_a_token_differs(demo_argv, monkeypatch, capsys):
     # Questions in order, each with its answer, then the table.
     assert re.findall(r"^> (.*)$", out, re.MULTILINE) == ["hi", "the 12", "go"]
     assert out.count(" ...\n") == 3
-    for name in ("placement", "time to first token", "KV handed over", "compile", "host share"):
+    for name in ("placement", "time to first token", "KV handed over", "compile", "host work"):
         assert re.search(rf"^  {name}  ", out, re.MULTILINE)
+
+
+def test_demo_says_how_much_it_compared(demo_argv, capsys):
+    assert run(*demo_argv) == 0
+    out, err = capsys.readouterr()
+    assert out.endswith("\ntokens identical to the single-device run: yes, all 18\n")
+    assert re.search(r"^  idle stage time \(bubble\) +prefill 33 %, decode 0 %$", out, re.MULTILINE)
+    assert re.search(r"^  host work +\d+\.\d % of serving time$", out, re.MULTILINE)
+    assert re.search(r"^  KV handed over +\d+\.\d kB \([\d,]+ bytes\)$", out, re.MULTILINE)
+    assert "share the machine's cores" in out
+    assert err.count(": loading, then compiling") == 2
+    assert "the same on one device: loading" in err
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_demo_fails_where_a_request_fails(both, demo_argv, monkeypatch, capsys):
+    """Also where both runs fail with the same tokens, which proves nothing."""
+    lose_tokens(monkeypatch, lambda runner: both or runner.placement.is_colocated)
+    assert run(*demo_argv, "--json") == console.FAILED
+    out, err = capsys.readouterr()
+    document = json.loads(out)
+    assert document["tokens_identical"] is False
+    assert bool(document["differing_requests"]) is not both
+    assert [failure["error"]["type"] for failure in document["failed_requests"]] == [
+        "EngineFailed"
+    ] * (6 if both else 3)
+    assert "jinfire: error: hi (one device): EngineFailed: no progress" in err
+
+
+def test_demo_fails_where_nothing_was_compared(demo_argv, monkeypatch, capsys):
+    measure = demo._measure
+
+    def emptied(*args):
+        result = measure(*args)
+        outputs = [dataclasses.replace(output, token_ids=[]) for output in result.outputs]
+        return dataclasses.replace(result, outputs=outputs)
+
+    monkeypatch.setattr(demo, "_measure", emptied)
+    assert run(*demo_argv) == console.FAILED
+    out, err = capsys.readouterr()
+    assert out.endswith("tokens identical to the single-device run: no\n")
+    assert errors(err) == ["jinfire: error: no tokens to compare"]

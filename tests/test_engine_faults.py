@@ -1,10 +1,8 @@
 """Aborts, too little memory, reused and poisoned pages: nothing leaks and nothing lies."""
 
-import dataclasses
 import itertools
 import random
 
-import jax
 import numpy as np
 import pytest
 from engines import (
@@ -25,7 +23,7 @@ from engines import (
     tiny_engine,
 )
 
-from jinfire import EngineFailed, FinishReason, RequestTooLong, SamplingParams
+from jinfire import FinishReason, RequestTooLong, SamplingParams
 from jinfire.kvcache.page_table import pages_for
 from jinfire.sequence import SequenceState
 
@@ -440,51 +438,3 @@ def test_a_row_that_ran_into_poison_harms_nobody(engine):
     same(engine.pop_output(survivor), want)
     engine.pop_output(victim)
     same(alone(engine, PROMPT, seeded(1, 12)), want)
-
-
-# The engine itself fails.
-
-
-def _watch(engine, call):
-    """Names of two requests and what stepping until they end (or raise) gave."""
-    names = [engine.submit(prompt, greedy(9)) for prompt in prompts_of([6, 9], seed=4)]
-    call(engine)
-    return names
-
-
-@pytest.mark.parametrize("placement", BOTH)
-def test_tokens_that_never_come_end_the_requests_as_errors(placement):
-    """A device that stops a row too early may not keep the caller waiting for ever."""
-    engine = tiny_engine(placement)
-    decode = engine._runner.decode
-
-    def silent(plan):
-        tokens = decode(plan)
-        return dataclasses.replace(tokens, token=np.full(tokens.token.shape, -1, np.int32))
-
-    names = _watch(engine, lambda engine: setattr(engine._runner, "decode", silent))
-    drain(engine, most_steps=200)
-    for name in names:
-        output = engine.pop_output(name)
-        assert output.finish_reason is FinishReason.ERROR
-        assert isinstance(output.error, EngineFailed)
-        assert len(output.token_ids) == 1  # the first one, from the prefill
-        assert "no progress" in output.metrics.status
-    assert not engine.has_work
-
-
-@pytest.mark.parametrize("placement", BOTH)
-def test_a_failed_program_ends_all_requests_and_is_raised(placement):
-    engine = tiny_engine(placement)
-
-    def broken(plan):
-        raise jax.errors.JaxRuntimeError("INTERNAL: out of luck")
-
-    names = _watch(engine, lambda engine: setattr(engine._runner, "decode", broken))
-    with pytest.raises(jax.errors.JaxRuntimeError, match="out of luck"):
-        drain(engine, most_steps=200)
-    assert not engine.scheduler.has_work
-    for name in names:
-        output = engine.pop_output(name)
-        assert output.finish_reason is FinishReason.ERROR
-        assert "out of luck" in str(output.error)

@@ -1,5 +1,6 @@
 """The command line. Each command is a module with `add_parser` and `run`."""
 
+import argparse
 import contextlib
 import importlib.metadata
 import io
@@ -15,11 +16,12 @@ EPILOG = """\
 examples:
   jinfire fetch smollm2
   jinfire generate "The capital of France is" --temperature 0
-  jinfire chat
-  jinfire generate --prompts-file prompts.jsonl --prefill 2x3 --decode 1x1 --json
+  jinfire chat --temperature 0
+  jinfire generate --prompts-file prompts.jsonl --temperature 0 --prefill 2x3 --decode 1x1 --json
 
 Results go to stdout, progress and errors to stderr.
-exit codes: 0 done, 1 a request, check or download failed, 2 bad flags or input, 130 Ctrl-C
+exit codes: 0 done, 1 a request, check or download failed, 2 bad flags or input, 130 Ctrl-C,
+141 nobody reads stdout any more
 """
 
 
@@ -37,6 +39,19 @@ def parser() -> console.Parser:
     return top
 
 
+def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    top = parser()
+    args, unknown = top.parse_known_args(argv)
+    if unknown:  # argparse would point to the help of the program, which does not list its flags
+        console.print_flag_error(f"unrecognized arguments: {' '.join(unknown)}", _prog(args))
+        raise SystemExit(console.USAGE)
+    return args
+
+
+def _prog(args: argparse.Namespace) -> str:
+    return f"jinfire {args.command}"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code of one command line."""
     for stream in (sys.stdout, sys.stderr):
@@ -44,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     try:
-        args = parser().parse_args(argv)
+        args = _parsed(argv)
     except SystemExit as exit_:  # argparse ends the program for --help and errors
         return exit_.code if isinstance(exit_.code, int) else console.USAGE
     try:
@@ -62,6 +77,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if args.debug:
             raise
+        if isinstance(error, console.FlagError):
+            console.print_flag_error(error, _prog(args))
+            return console.USAGE
         if isinstance(error, ValueError | OSError):
             console.print_error(error)
             return console.USAGE

@@ -65,6 +65,7 @@ class Conversation:
     def ask(self, message: str, show: Callable[[TokenEvent], None]) -> Turn:
         """The answer to a message. Ctrl-C ends it early; what came until then is kept.
 
+        An answer that the engine ended as an error leaves the history as it was before.
         Raises: ValueError, and the history is as before, when the request is refused.
         """
         messages = [*self.messages, {"role": "user", "content": message}]
@@ -74,7 +75,8 @@ class Conversation:
             for event in events_of(self._engine, {request_id}, stop=interrupted):
                 show(event)
         output = self._engine.pop_output(request_id)
-        self.messages = [*messages, {"role": "assistant", "content": output.text}]
+        if output.finish_reason is not FinishReason.ERROR:
+            self.messages = [*messages, {"role": "assistant", "content": output.text}]
         return Turn(message, output)
 
 
@@ -95,7 +97,7 @@ def add_parser(subparsers: Any) -> None:
         help="say this, print the answer and end; repeatable, one turn each",
     )
     parser.add_argument("--system", metavar="TEXT", help="the system message")
-    options.add_engine(parser)
+    options.add_engine(parser, max_rows="1")
     options.add_sampling(parser, max_tokens=256, temperature=0.2, top_p=0.9)
     options.add_output(parser)
 
@@ -132,6 +134,8 @@ def _scripted(
             console.print_error(f"{type(error).__name__}: {error}")
             return console.FAILED, turns
         turns.append(turn)
+        if _failed(turn):
+            return console.FAILED, turns
         if turn.output.finish_reason is FinishReason.ABORT:
             return console.INTERRUPTED, turns
     return console.OK, turns
@@ -139,18 +143,19 @@ def _scripted(
 
 def _interactive(args: argparse.Namespace, conversation: Conversation) -> tuple[int, list[Turn]]:
     turns: list[Turn] = []
+    code = console.OK
     console.print_note(HELP)
     while True:
         try:
             message = input("> ").strip()
         except EOFError:
             console.print_note("")
-            return console.OK, turns
+            return code, turns
         except KeyboardInterrupt:
             console.print_note("\n(/quit or Ctrl-D ends)")
             continue
         if message in ("/quit", "/exit"):
-            return console.OK, turns
+            return code, turns
         if message == "/reset":
             conversation.reset()
         elif message.startswith("/"):
@@ -162,7 +167,19 @@ def _interactive(args: argparse.Namespace, conversation: Conversation) -> tuple[
                 console.print_error(f"{type(error).__name__}: {error} (/reset starts anew)")
                 continue
             turns.append(turn)
-            console.print_note(f"({_cost(turn.output)})")
+            if _failed(turn):
+                code = console.FAILED
+            else:
+                console.print_note(f"({_cost(turn.output)})")
+
+
+def _failed(turn: Turn) -> bool:
+    """Whether the engine ended the answer as an error, which is reported."""
+    if turn.output.finish_reason is not FinishReason.ERROR:
+        return False
+    error = turn.output.error
+    console.print_error(f"{type(error).__name__}: {error}" if error else "the request failed")
+    return True
 
 
 def _shower(args: argparse.Namespace, turn: int) -> Callable[[TokenEvent], None]:
@@ -194,5 +211,6 @@ def _turn_json(turn: Turn) -> dict[str, Any]:
         "prompt_ids": output.prompt_ids,
         "token_ids": output.token_ids,
         "finish_reason": output.finish_reason,
+        "error": console.error_json(output.error),
         "metrics": output.metrics,
     }

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 OK = 0
-FAILED = 1  # a request was refused, a check or a download failed
+FAILED = 1  # a request was refused or failed, a check or a download failed
 USAGE = 2  # flags, prompts or checkpoints that cannot be used
 INTERRUPTED = 130  # 128 + SIGINT
 NO_READER = 141  # 128 + SIGPIPE: `jinfire generate ... | head -1`
@@ -19,6 +19,10 @@ NO_READER = 141  # 128 + SIGPIPE: `jinfire generate ... | head -1`
 
 class UsageError(ValueError):
     """Input that the user has to change; exit code 2."""
+
+
+class FlagError(UsageError):
+    """A flag that is missing, or whose value cannot be used; the line points to `--help`."""
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -37,13 +41,18 @@ class Parser(argparse.ArgumentParser):
         super().__init__(formatter_class=HelpFormatter, allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
-        print_error(f"{message} (see {self.prog} --help)")
+        print_flag_error(message, self.prog)
         raise SystemExit(USAGE)
 
 
 def print_error(message: object) -> None:
     """One line on stderr."""
     print(f"jinfire: error: {' '.join(str(message).split())}", file=sys.stderr)
+
+
+def print_flag_error(message: object, prog: str) -> None:
+    """One line on stderr, with the program or command whose `--help` tells more."""
+    print_error(f"{message} (see {prog} --help)")
 
 
 def print_note(message: str) -> None:
@@ -99,6 +108,10 @@ def size_text(size_bytes: float) -> str:
             return f"{size_bytes:.0f} B" if unit == "B" else f"{size_bytes:.1f} {unit}"
         size_bytes /= 1000
     return f"{size_bytes:.1f} TB"
+
+
+def percent_text(share: float, digits: int = 0) -> str:
+    return f"{share * 100:.{digits}f} %"
 
 
 def time_text(time_s: float) -> str:

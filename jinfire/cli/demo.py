@@ -41,14 +41,15 @@ examples:
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "demo",
-        help="the main job, checked",
+        help="answers questions on two meshes and checks the tokens",
         description="Answer a few questions with prefill and decode on disjoint meshes of virtual "
         f"CPU devices (prefill {_text(PREFILL)} and decode {_text(DECODE)} if not given), then "
-        "compare every token with a run on one device. Exit code 1 where they differ.",
+        "compare every token with a run on one device. Exit code 1 where they differ or a request "
+        "fails.",
         epilog=EXAMPLES,
     )
     parser.set_defaults(run=run)
-    options.add_engine(parser, dtype=False)
+    options.add_engine(parser, max_rows=str(_max_rows()), dtype=False)
     parser.set_defaults(dtype="float32", max_context=256)
     parser.add_argument(
         "--max-tokens", type=options.positive, default=40, metavar="N", help="most new tokens"
@@ -62,25 +63,35 @@ def run(args: argparse.Namespace) -> int:
     args.devices = args.devices or where.num_devices
     config = options.engine_config(
         args,
-        max_rows=len(QUESTIONS) + len(QUESTIONS) % 2,  # two microbatches of equal size
+        max_rows=_max_rows(),
         prefill_shapes=((1, PROMPT_CHUNK),),
         row_buckets=(),
         context_buckets=(),
     )
-    options.prepare_jax(args, where.num_devices)
+    options.prepare_jax(args, where)
     params = SamplingParams(max_tokens=args.max_tokens, temperature=0.0)
     if not args.json:
         print(f"{path.name} on {args.devices} virtual CPU devices: {where}\n", flush=True)
+    options.note_start(path.name)
     split = _measure(path, where, config, params, None if args.json else Screen())
-    if not args.json:
-        console.print_note("the same on one device ...")
+    options.note_start("the same on one device")
     single = _measure(path, Placement.colocated((1, 1)), config, params, None)
     document = _document(args, path, where, split, single)
     if args.json:
         console.print_json(document)
     else:
         _print(document)
+    _print_errors(document)
+    if not args.json:
+        answer = "no"
+        if document["tokens_identical"]:
+            answer = f"yes, all {document['tokens_compared']}"
+        print(f"\ntokens identical to the single-device run: {answer}")
     return console.OK if document["tokens_identical"] else console.FAILED
+
+
+def _max_rows() -> int:
+    return len(QUESTIONS) + len(QUESTIONS) % 2  # two microbatches of equal size
 
 
 def _placement(args: argparse.Namespace) -> Placement:
@@ -200,6 +211,13 @@ def _document(
 ) -> dict[str, Any]:
     pairs = list(zip(split.outputs, single.outputs, strict=True))
     differing = [i for i, (a, b) in enumerate(pairs) if a.token_ids != b.token_ids]
+    failed = [
+        {"question": question, "run": run, "error": console.error_json(output.error)}
+        for run, measured in (("placement", split), ("single_device", single))
+        for question, output in zip(QUESTIONS, measured.outputs, strict=True)
+        if output.finish_reason is FinishReason.ERROR
+    ]
+    compared = sum(len(output.token_ids) for output in split.outputs)
     return {
         "command": "demo",
         "model": path,
@@ -217,8 +235,9 @@ def _document(
         "bubble_fraction": split.stats["bubble_fraction"],
         **_times(split),
         "single_device": _times(single),
-        "tokens_compared": sum(len(output.token_ids) for output in split.outputs),
-        "tokens_identical": not differing,
+        "tokens_compared": compared,
+        "tokens_identical": compared > 0 and not differing and not failed,
+        "failed_requests": failed,
         "differing_requests": [
             {
                 "question": QUESTIONS[i],
@@ -250,7 +269,7 @@ def _print(document: dict[str, Any]) -> None:
         split = "for both phases"
     else:
         split = f"{devices['prefill']} for prefill, {devices['decode']} for decode"
-    bubbles = document["bubble_fraction"]
+    kv_bytes, bubbles = document["kv_bytes_transferred"], document["bubble_fraction"].items()
     console.print_table(
         "",
         [
@@ -271,9 +290,12 @@ def _print(document: dict[str, Any]) -> None:
                 f"{console.time_text(document['time_per_token_p50_s'])} p50 "
                 f"(one device: {console.time_text(single['time_per_token_p50_s'])})",
             ),
-            ("KV handed over", f"{document['kv_bytes_transferred']:,} bytes"),
-            ("bubble", ", ".join(f"{phase} {part:.0%}" for phase, part in bubbles.items())),
-            ("host share", f"{document['host_share']:.1%} of the time serving"),
+            ("KV handed over", f"{console.size_text(kv_bytes)} ({kv_bytes:,} bytes)"),
+            (
+                "idle stage time (bubble)",
+                ", ".join(f"{phase} {console.percent_text(part)}" for phase, part in bubbles),
+            ),
+            ("host work", f"{console.percent_text(document['host_share'], 1)} of serving time"),
             (
                 "compile",
                 f"{document['compile_s']:.1f} s for {document['compile_count']} programs, before "
@@ -281,13 +303,24 @@ def _print(document: dict[str, Any]) -> None:
             ),
         ],
     )
+    print(
+        "\nThe virtual devices share the machine's cores, so these times check the plumbing and "
+        "are no speed result."
+    )
+
+
+def _print_errors(document: dict[str, Any]) -> None:
+    for failure in document["failed_requests"]:
+        where = " (one device)" if failure["run"] == "single_device" else ""
+        error = failure["error"] or {"type": "error", "message": "the request failed"}
+        console.print_error(f"{failure['question']}{where}: {error['type']}: {error['message']}")
+    if not document["tokens_compared"]:
+        console.print_error("no tokens to compare")
     for difference in document["differing_requests"]:
         ours, theirs = difference["token_ids"], difference["single_device_token_ids"]
         same = [a == b for a, b in zip(ours, theirs, strict=False)]
         first = same.index(False) if False in same else len(same)
         console.print_error(f"{difference['question']}: tokens differ from number {first} on")
-    answer = "yes" if document["tokens_identical"] else "no"
-    print(f"\ntokens identical to the single-device run: {answer}")
 
 
 def _text(sizes: tuple[int, int]) -> str:

