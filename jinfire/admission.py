@@ -1,12 +1,10 @@
 """What a caller hands in, checked and completed into a `Request`."""
 
-import operator
-
 import numpy as np
 
 from jinfire.config import ModelConfig
 from jinfire.errors import EmptyPrompt, UnknownToken
-from jinfire.request import Prompt, Request, SamplingParams
+from jinfire.request import Prompt, Request, SamplingParams, as_integer, as_items, as_params
 from jinfire.tokenizer import Tokenizer
 
 
@@ -24,9 +22,10 @@ class Admission:
     def request(self, prompt: Prompt, params: SamplingParams, request_id: str) -> Request:
         """The request of one prompt.
 
-        Raises: EmptyPrompt, UnknownToken, or ValueError for a prompt of another kind and for text
-        where there is no tokenizer.
+        Raises: EmptyPrompt, UnknownToken, or ValueError for a prompt or parameters of another kind
+        and for text where there is no tokenizer.
         """
+        (params,) = as_params(params, 1)
         ids = self._token_ids(prompt, request_id)
         if params.stop and self._tokenizer is None:
             raise ValueError("stop: expected none, because this checkpoint has no tokenizer")
@@ -53,7 +52,7 @@ class Admission:
                 )
             prompt = self._tokenizer.encode(prompt)
         try:
-            ids = tuple(operator.index(token) for token in prompt)
+            ids = tuple(as_integer(token) for token in as_items(prompt))
         except TypeError:
             raise ValueError(
                 f"request {request_id!r}: prompt expected text or token ids, got {prompt!r:.80}"

@@ -1,8 +1,10 @@
 """Frozen configuration: what a model is, where it runs, how the engine behaves."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Self
+import numbers
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, Self
 
 import sharding
 
@@ -110,12 +112,15 @@ class Placement:
 def _mesh_spec(layout: Layout) -> sharding.MeshSpec:
     if isinstance(layout, sharding.MeshSpec):
         return layout
-    if not 2 <= len(layout) <= 3 or not all(isinstance(n, int) and n >= 1 for n in layout):
+    try:
+        sizes = _integers(layout)
+        pipeline, tensor, expert = sizes if len(sizes) == 3 else (*sizes, 1)
+    except (TypeError, ValueError):
         raise ValueError(
             "layout: expected (pipeline, tensor) or (pipeline, tensor, expert) of integers >= 1, "
-            f"got {tuple(layout)!r}"
-        )
-    return sharding.MeshSpec(pipeline=layout[0], tensor=layout[1], expert=(*layout, 1)[2])
+            f"got {layout!r}"
+        ) from None
+    return sharding.MeshSpec(pipeline=pipeline, tensor=tensor, expert=expert)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,26 +151,28 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name in ("page_size", "max_rows", "max_context", "decode_steps"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"EngineConfig.{name}: expected an integer >= 1, got {value!r}")
-        for name, least in (("num_pages", 2), ("microbatches", 1)):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < least):
-                raise ValueError(
-                    f"EngineConfig.{name}: expected None or an integer >= {least}, got {value!r}"
-                )
-        shapes_ok = all(len(shape) == 2 and min(shape) >= 1 for shape in self.prefill_shapes)
-        if not self.prefill_shapes or not shapes_ok:
-            raise ValueError(
-                "EngineConfig.prefill_shapes: expected at least one (rows, chunk), both >= 1, got "
-                f"{self.prefill_shapes!r}"
-            )
+            self._check(name, "an integer >= 1", _integer)
+        self._check("seed", "an integer >= 0", lambda value: _integer(value, 0))
+        if self.num_pages is not None:
+            self._check("num_pages", "None or an integer >= 2", lambda value: _integer(value, 2))
+        if self.microbatches is not None:
+            self._check("microbatches", "None or an integer >= 1", _integer)
         for name in ("row_buckets", "context_buckets"):
-            if any(size < 1 for size in getattr(self, name)):
-                raise ValueError(
-                    f"EngineConfig.{name}: expected sizes >= 1, got {getattr(self, name)!r}"
-                )
+            self._check(name, "a list of integers >= 1", _integers)
+        expected = "at least one (rows, chunk), both integers >= 1"
+        self._check("prefill_shapes", expected, _shapes)
+        self._check("prefix_caching", "True or False", _flag)
+        self._check("transfer_timeout_s", "a number of seconds > 0", _seconds)
+
+    def _check(self, name: str, expected: str, convert: Callable[[Any], object]) -> None:
+        """Put the converted value in the field's place."""
+        given = getattr(self, name)
+        try:
+            object.__setattr__(self, name, convert(given))
+        except (TypeError, ValueError, OverflowError):
+            raise ValueError(
+                f"EngineConfig.{name}: expected {expected}, got {given!r:.80}"
+            ) from None
 
     def fitted(self, max_position: int) -> Self:
         """This config with `max_context` within what a model was made for."""
@@ -193,3 +200,42 @@ class EngineConfig:
 
 def _buckets(sizes: Sequence[int], largest: int) -> tuple[int, ...]:
     return tuple(sorted({s for s in sizes if s < largest} | {largest}))
+
+
+# Converters of fields: each gives the Python value, or raises TypeError, ValueError or
+# OverflowError, which the caller turns into an error that names the field.
+
+
+def _integer(value: Any, least: int = 1) -> int:
+    if isinstance(value, bool):
+        raise TypeError
+    number = operator.index(value)
+    if number < least:
+        raise ValueError
+    return number
+
+
+def _integers(values: Any) -> tuple[int, ...]:
+    return tuple(_integer(value) for value in values)
+
+
+def _shapes(values: Any) -> tuple[tuple[int, ...], ...]:
+    shapes = tuple(_integers(shape) for shape in values)
+    if not shapes or any(len(shape) != 2 for shape in shapes):
+        raise ValueError
+    return shapes
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError
+    return value
+
+
+def _seconds(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError
+    seconds = float(value)
+    if not seconds > 0:
+        raise ValueError
+    return seconds

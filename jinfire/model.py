@@ -71,7 +71,8 @@ class Model:
 
         Shapes: ids [B, T] -> float32 [B, T, V]. Rows are right-padded to `lengths_B`, and logits
         of the padding are 0.
-        Raises: ValueError for ids outside the vocabulary or lengths outside 1 to T.
+        Raises: ValueError for ids outside the vocabulary, lengths outside 1 to T, or T over
+        `config.max_position`.
         """
         ids_BT, lengths = self._checked(input_ids_BT, lengths_B)
         logits = np.array(self._forward(self._model.params, ids_BT)[0])
@@ -88,12 +89,14 @@ class Model:
 
     def perplexity(self, token_ids: Sequence[int]) -> float:
         """exp of the mean negative log-likelihood of every token but the first."""
-        ids = np.asarray(token_ids, np.int32)[None]
-        if ids.shape[1] < 2:
-            raise ValueError(f"perplexity: expected at least 2 tokens, got {ids.shape[1]}")
-        logits = self.logits(ids)[0, :-1].astype(np.float64)
+        ids = np.asarray(token_ids)
+        if ids.ndim != 1 or ids.size < 2:
+            raise ValueError(
+                f"perplexity: expected a list of at least 2 tokens, got shape {ids.shape}"
+            )
+        logits = self.logits(ids[None])[0, :-1].astype(np.float64)
         logits -= logits.max(axis=-1, keepdims=True)
-        chosen = np.take_along_axis(logits, ids[0, 1:, None].astype(np.int64), axis=-1)[:, 0]
+        chosen = np.take_along_axis(logits, ids[1:, None].astype(np.int64), axis=-1)[:, 0]
         losses = np.log(np.exp(logits).sum(axis=-1)) - chosen
         return math.exp(losses.mean())
 
@@ -109,7 +112,13 @@ class Model:
                 f"{ids.min()} to {ids.max()}"
             )
         rows, length = ids.shape
+        if length > self.config.max_position:
+            raise ValueError(
+                f"input_ids: expected at most max_position={self.config.max_position} tokens, "
+                f"got {length}"
+            )
         lengths = np.full(rows, length) if lengths_B is None else np.asarray(lengths_B)
-        if lengths.shape != (rows,) or lengths.min() < 1 or lengths.max() > length:
-            raise ValueError(f"lengths: expected [{rows}] in 1 to {length}, got {lengths}")
+        integers = np.issubdtype(lengths.dtype, np.integer) and lengths.shape == (rows,)
+        if not integers or lengths.min() < 1 or lengths.max() > length:
+            raise ValueError(f"lengths: expected integers [{rows}] in 1 to {length}, got {lengths}")
         return ids.astype(np.int32), lengths

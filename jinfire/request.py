@@ -4,10 +4,16 @@ import dataclasses
 import enum
 import math
 import numbers
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 MAX_LOGPROBS = 20
+# The device computes in float32, and may take what is under the smallest normal number for 0.
+_MAX_FLOAT32 = float(np.finfo(np.float32).max)
+_MIN_FLOAT32 = float(np.finfo(np.float32).tiny)
 
 Prompt = str | Sequence[int]
 
@@ -25,14 +31,17 @@ class FinishReason(enum.StrEnum):
 class SamplingParams:
     """How one request is sampled and when it ends.
 
-    `temperature=0` is greedy, and so is `top_k=1`. `top_k=0`, `top_p=1` and `min_p=0` are off.
+    `temperature=0` is greedy, and so is `top_k=1`. A temperature under float32's smallest normal
+    number (1.2e-38) is stored as 0 and means the same, also for `logprobs_after_temperature`.
+    `top_k=0`, `top_p=1` and `min_p=0` are off.
     `seed=None` lets the engine draw a seed; with a seed, tokens depend on the prompt and the
     parameters alone. `logprobs=n` returns the chosen token's log-probability and the n best
     alternatives (0 to 20; True is 0, False is None), of the raw distribution before temperature
     and truncation, or after the temperature (still before truncation) with
     `logprobs_after_temperature`.
     `stop` strings are matched over token borders and cut from the text; `ignore_eos` ignores
-    the model's end tokens, not `stop_token_ids` or `stop`.
+    the model's end tokens, not `stop_token_ids` or `stop` (None is none of them). NumPy numbers
+    are taken like Python's, and stored as those.
 
     Raises: ValueError naming the field, what it allows and what came.
     """
@@ -50,37 +59,32 @@ class SamplingParams:
     logprobs_after_temperature: bool = False
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        object.__setattr__(self, "stop", stop)
+        self._check("max_tokens", "an integer >= 1", _integer_in(1))
+        self._check("temperature", f"a number from 0 to {_MAX_FLOAT32:.3g}", _temperature)
+        self._check("top_k", "an integer >= 0 (0 is off)", _integer_in(0))
+        self._check("top_p", "a number in (0, 1]", _number_where(lambda p: 0 < p <= 1))
+        self._check("min_p", "a number in [0, 1]", _number_where(lambda p: 0 <= p <= 1))
+        if self.seed is not None:
+            self._check("seed", "None or an integer in [0, 2**32)", _integer_in(0, 2**32 - 1))
         if isinstance(self.logprobs, bool):
             object.__setattr__(self, "logprobs", 0 if self.logprobs else None)
-        object.__setattr__(self, "stop_token_ids", tuple(int(i) for i in self.stop_token_ids))
-        _require("max_tokens", self.max_tokens, _is_int(self.max_tokens, 1), "an integer >= 1")
-        _require(
-            "temperature", self.temperature, _is_real(self.temperature, 0), "a finite number >= 0"
-        )
-        _require("top_k", self.top_k, _is_int(self.top_k, 0), "an integer >= 0 (0 is off)")
-        _require(
-            "top_p",
-            self.top_p,
-            _is_real(self.top_p, 0) and 0 < self.top_p <= 1,
-            "a number in (0, 1]",
-        )
-        _require("min_p", self.min_p, _is_real(self.min_p, 0) and self.min_p <= 1, "in [0, 1]")
-        seed_ok = self.seed is None or (_is_int(self.seed, 0) and self.seed < 2**32)
-        _require("seed", self.seed, seed_ok, "None or an integer in [0, 2**32)")
-        logprobs_ok = self.logprobs is None or (
-            _is_int(self.logprobs, 0) and self.logprobs <= MAX_LOGPROBS
-        )
-        _require("logprobs", self.logprobs, logprobs_ok, f"None or 0 to {MAX_LOGPROBS}")
-        stop_ok = all(isinstance(s, str) and s for s in stop)
-        _require("stop", self.stop, stop_ok, "non-empty strings")
-        _require(
-            "stop_token_ids",
-            self.stop_token_ids,
-            all(i >= 0 for i in self.stop_token_ids),
-            "token ids >= 0",
-        )
+        if self.logprobs is not None:
+            expected = f"None or an integer from 0 to {MAX_LOGPROBS}"
+            self._check("logprobs", expected, _integer_in(0, MAX_LOGPROBS))
+        self._check("stop", "non-empty strings", _stop_strings)
+        self._check("stop_token_ids", "a list of token ids >= 0", _stop_ids)
+        self._check("ignore_eos", "True or False", _flag)
+        self._check("logprobs_after_temperature", "True or False", _flag)
+
+    def _check(self, name: str, expected: str, convert: Callable[[Any], object]) -> None:
+        """Put the converted value in the field's place."""
+        given = getattr(self, name)
+        try:
+            object.__setattr__(self, name, convert(given))
+        except (TypeError, ValueError, OverflowError):
+            raise ValueError(
+                f"SamplingParams.{name}: expected {expected}, got {given!r:.80}"
+            ) from None
 
     @property
     def is_greedy(self) -> bool:
@@ -156,14 +160,39 @@ class RequestOutput:
     error: Exception | None = None
 
 
+def as_integer(value: Any) -> int:
+    """The Python integer of a Python or NumPy one.
+
+    Raises: TypeError for anything else, bools included.
+    """
+    if isinstance(value, bool):
+        raise TypeError("expected an integer, got a bool")
+    return operator.index(value)
+
+
+def as_items(value: Any) -> list[Any]:
+    """The elements of a list, array or iterator.
+
+    Raises: TypeError for what has none, or none that are a caller's list: text, bytes, mappings
+    and sets.
+    """
+    if isinstance(value, str | bytes | bytearray | memoryview | Mapping | set | frozenset):
+        raise TypeError(f"expected a list, got {type(value).__name__}")
+    return list(value)
+
+
 def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """The prompts of one call: a text, token ids, or a list of either."""
-    if isinstance(prompts, str):
-        return [prompts]
-    batch = list(prompts)
+    """The prompts of one call: a text, token ids, or a list of either.
+
+    What is none of these is one prompt, for admission to refuse.
+    """
+    try:
+        batch = as_items(prompts)
+    except TypeError:
+        return [prompts]  # type: ignore[list-item]
     if batch and all(isinstance(token, numbers.Integral) for token in batch):
-        return [batch]  # type: ignore[list-item]
-    return batch  # type: ignore[return-value]
+        return [batch]
+    return batch
 
 
 def as_params(
@@ -171,24 +200,65 @@ def as_params(
 ) -> list[SamplingParams]:
     """Parameters of each of `count` prompts.
 
-    Raises: ValueError for another number of them.
+    Raises: ValueError for another number of them, or for anything else.
     """
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
-    listed = list(params)
+    listed: list[Any]
+    try:
+        listed = as_items(params)
+    except TypeError:
+        listed = [params]
+    if not all(isinstance(one, SamplingParams) for one in listed):
+        raise ValueError(f"params: expected SamplingParams or a list of them, got {params!r:.80}")
     if len(listed) != count:
         raise ValueError(f"params: expected one or {count} (one a prompt), got {len(listed)}")
     return listed
 
 
-def _require(name: str, value: object, ok: bool, expected: str) -> None:
-    if not ok:
-        raise ValueError(f"SamplingParams.{name}: expected {expected}, got {value!r}")
+# Converters of fields: each gives the Python value, or raises TypeError, ValueError or
+# OverflowError, which `SamplingParams` turns into an error that names the field.
 
 
-def _is_int(value: object, low: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= low
+def _integer_in(least: int, most: float = math.inf) -> Callable[[Any], int]:
+    def convert(value: Any) -> int:
+        number = as_integer(value)
+        if not least <= number <= most:
+            raise ValueError
+        return number
+
+    return convert
 
 
-def _is_real(value: object, low: float) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value) and value >= low
+def _number_where(allowed: Callable[[float], bool]) -> Callable[[Any], float]:
+    def convert(value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise TypeError
+        number = float(value)
+        if not allowed(number):
+            raise ValueError
+        return number
+
+    return convert
+
+
+def _temperature(value: Any) -> float:
+    number = _number_where(lambda t: 0 <= t <= _MAX_FLOAT32)(value)
+    return number if number >= _MIN_FLOAT32 else 0.0
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError
+    return value
+
+
+def _stop_strings(value: Any) -> tuple[str, ...]:
+    strings = (value,) if isinstance(value, str) else tuple(() if value is None else value)
+    if not all(isinstance(string, str) and string for string in strings):
+        raise ValueError
+    return strings
+
+
+def _stop_ids(value: Any) -> tuple[int, ...]:
+    return tuple(map(_integer_in(0), () if value is None else as_items(value)))

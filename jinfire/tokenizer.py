@@ -4,26 +4,18 @@ The byte-pair arithmetic is the `tokenizers` library's; this module finds out wh
 checkpoint means, from `tokenizer.json` or from the metadata of a GGUF file.
 """
 
-import datetime as dt
 import json
-import re
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-import jinja2
-import jinja2.ext
-import jinja2.sandbox
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from jinfire.errors import CheckpointMismatch, UnsupportedConfig
+from jinfire.template import RENDER_TIMEOUT_S, render
 
 MAX_FILE_BYTES = 512 * 2**20
-MAX_TEMPLATE_CHARS = 2**20
-MAX_RENDERED_CHARS = 2**24
-RENDER_TIMEOUT_S = 10.0
 
 TOKENIZER_NAME = "tokenizer.json"
 TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
@@ -204,7 +196,10 @@ class Tokenizer:
     ) -> str:
         """The prompt of a conversation; encode it with `add_special=False`.
 
-        Raises: ValueError where there is no template, or the template refuses or fails.
+        Messages and variables are JSON values.
+
+        Raises: ValueError where there is no template, or the template refuses, fails, or takes
+        more time or memory than `jinfire/template.py` allows.
         """
         if self.chat_template is None:
             raise ValueError("chat: this checkpoint has no chat template")
@@ -215,7 +210,7 @@ class Tokenizer:
             known["eos_token"] = self.token(next(iter(self.eos_ids)))
         variables = {**known, **variables, "messages": [dict(m) for m in messages]}
         variables["add_generation_prompt"] = add_generation_prompt
-        return _render(self.chat_template, variables, self.render_timeout_s)
+        return render(self.chat_template, variables, self.render_timeout_s)
 
     def save(self, folder: Path) -> None:
         """The tokenizer as the files that `from_folder` reads."""
@@ -284,100 +279,3 @@ def _gguf_id(metadata: Mapping[str, Any], name: str, num_tokens: int) -> int | N
             f"tokenizer.ggml.{name}_token_id: expected an id below {num_tokens}, got {token_id!r}"
         )
     return token_id
-
-
-class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Jinja for templates of strangers: no Python internals, no easy way to burn time or memory.
-
-    Time is looked at where loops spend it: calls, intercepted operators, range and output. Sizes
-    are bounded for the template, its output and the operators that grow values; a template made
-    to exhaust memory through filters still can, as it could through the weights it comes with.
-    """
-
-    intercepted_binops = frozenset({"*", "**", "%", "+", "-"})
-    _wide = re.compile(r"\d{5}")
-
-    def __init__(self, timeout_s: float) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols])
-        self._timeout_s = timeout_s
-        self._deadline_s = time.monotonic() + timeout_s
-        self.filters["tojson"] = _tojson
-        # Both make text of any width from a few characters.
-        del self.filters["center"], self.filters["format"]
-        self.globals |= {
-            "raise_exception": _raise_exception,
-            "strftime_now": lambda form: dt.datetime.now().strftime(form),
-            "range": self._range,
-        }
-
-    def check_time(self) -> None:
-        if time.monotonic() > self._deadline_s:
-            raise jinja2.TemplateError(f"took more than {self._timeout_s:g} s")
-
-    def _range(self, *bounds: int) -> Iterator[int]:
-        for i in jinja2.sandbox.safe_range(*bounds):
-            self.check_time()
-            yield i
-
-    def call(self, context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
-        self.check_time()
-        owner = getattr(function, "__self__", None)
-        if isinstance(owner, str) and any(
-            isinstance(arg, int) and abs(arg) > MAX_TEMPLATE_CHARS for arg in args
-        ):
-            raise jinja2.TemplateError("text of that width is refused")
-        return super().call(context, function, *args, **kwargs)
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        self.check_time()
-        operands: tuple[Any, Any] = (left, right)
-        if operator == "*":
-            for many, times in (operands, operands[::-1]):
-                is_repetition = hasattr(many, "__len__") and isinstance(times, int)
-                if is_repetition and len(many) * times > MAX_TEMPLATE_CHARS:
-                    raise jinja2.TemplateError("a repetition of that size is refused")
-        if operator == "%" and isinstance(left, str) and ("*" in left or self._wide.search(left)):
-            raise jinja2.TemplateError("text of that width is refused")
-        if operator == "**" and not all(-1000 <= x <= 1000 for x in operands):
-            raise jinja2.TemplateError("a power of that size is refused")
-        result = super().call_binop(context, operator, left, right)
-        if isinstance(result, str | list) and len(result) > MAX_RENDERED_CHARS:
-            raise jinja2.TemplateError(f"a value of more than {MAX_RENDERED_CHARS} characters")
-        return result
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """JSON as transformers renders it; Jinja's own filter escapes HTML characters."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _raise_exception(message: object) -> None:
-    raise jinja2.TemplateError(str(message))
-
-
-def _render(template: str, variables: Mapping[str, Any], timeout_s: float) -> str:
-    if len(template) > MAX_TEMPLATE_CHARS:
-        raise ValueError(
-            f"chat template: at most {MAX_TEMPLATE_CHARS} characters, got {len(template)}"
-        )
-    sandbox = _Sandbox(timeout_s)
-    parts: list[str] = []
-    size = 0
-    try:
-        for part in sandbox.from_string(template).generate(**variables):
-            sandbox.check_time()
-            size += len(part)
-            if size > MAX_RENDERED_CHARS:
-                raise jinja2.TemplateError(f"more than {MAX_RENDERED_CHARS} characters of output")
-            parts.append(part)
-    except Exception as error:  # whatever a stranger's template can raise
-        raise ValueError(f"chat template: {error or type(error).__name__}") from error
-    return "".join(parts)

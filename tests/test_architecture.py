@@ -16,7 +16,7 @@ MAX_LINES = 500
 # are lower levels; never from its own row.
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("request", "config", "weights", "progress"),
+    ("request", "config", "weights", "progress", "template"),
     ("tokenizer", "metrics", "fetch", "text", "sequence", "packing"),
     ("kvcache.page_table", "layers.linear", "layers.rope"),
     ("layers.norm", "layers.mlp"),

@@ -209,29 +209,6 @@ def test_template_refusals_are_value_errors():
         Tokenizer.from_gguf(gguf_metadata()).render_chat([])
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-        "{{ messages.append(1) }}",
-        "{{ messages[0].update({'a': 1}) }}",
-        "{% include '/etc/passwd' %}",
-        "{{ range(10 ** 9) | list }}",
-        "{{ 'x' * 10 ** 9 }}",
-        "{{ [0] * 10 ** 9 }}",
-        "{{ 9 ** 9 ** 9 }}",
-        "{{ '%999999999d' % 1 }}",
-        "{{ 'x'.ljust(10 ** 9) }}",
-        "{{ 'x' | center(10 ** 9) }}",
-        "{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}",
-        "{# " + "x" * 2**20 + " #}",
-    ],
-)
-def test_hostile_templates_are_refused(template):
-    with pytest.raises(ValueError, match="chat template"):
-        chat(template)
-
-
 def test_endless_templates_end():
     loops = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
     inner = Tokenizer.from_gguf(gguf_metadata())
