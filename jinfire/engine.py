@@ -154,7 +154,7 @@ class Engine:
         Raises: EmptyPrompt, RequestTooLong, UnknownToken or another ValueError; other requests
         are not affected.
         """
-        params = params or SamplingParams()
+        params = SamplingParams() if params is None else params
         if request_id is None:
             # The caller may have used such a name.
             while self._ledger.knows(request_id := f"request-{self._counter}"):

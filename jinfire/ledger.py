@@ -162,7 +162,7 @@ class Ledger:
         return RequestOutput(request_id, ids, [], "", FinishReason.ERROR, logprobs, metrics, error)
 
 
-def describe(error: Exception) -> str:
+def describe(error: BaseException) -> str:
     """An exception in one line, with its type."""
     return f"{type(error).__name__}: {error}"
 

@@ -72,7 +72,7 @@ class SamplingParams:
             expected = f"None or an integer from 0 to {MAX_LOGPROBS}"
             self._check("logprobs", expected, _integer_in(0, MAX_LOGPROBS))
         self._check("stop", "non-empty strings", _stop_strings)
-        self._check("stop_token_ids", "a list of token ids >= 0", _stop_ids)
+        self._check("stop_token_ids", "token ids >= 0", _stop_ids)
         self._check("ignore_eos", "True or False", _flag)
         self._check("logprobs_after_temperature", "True or False", _flag)
 

@@ -48,7 +48,7 @@ def render(template: str, variables: Mapping[str, Any], timeout_s: float = RENDE
         raise ValueError(f"chat template: expected JSON values as variables: {error}") from error
     # The parent's clock ends a render; the limit on CPU time is for a child that outlives it.
     cpu_s = math.ceil(timeout_s) + 1
-    # -I: neither the folder of this file nor the current one is searched for modules.
+    # -P: neither the folder of this file nor the current one is searched for modules.
     command = [sys.executable, "-P", __file__, str(cpu_s)]
     try:
         done = subprocess.run(

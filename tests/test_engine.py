@@ -317,9 +317,8 @@ def test_end_tokens_are_those_of_model_and_tokenizer(engine, monkeypatch):
     ids = whole.token_ids
     early, late = [i for i in range(1, 10) if ids[i] not in ids[:i]][1:3]
     in_tokenizer, in_model = ids[early], ids[late]
-    monkeypatch.setattr(
-        engine, "model_config", dataclasses.replace(MODEL, eos_ids=frozenset({in_model}))
-    )
+    with_eos = dataclasses.replace(MODEL, eos_ids=frozenset({in_model}))
+    monkeypatch.setattr(engine._admission, "_config", with_eos)
     (output,) = engine.generate([PROMPT], seeded(2, 10))
     assert output.token_ids == ids[: late + 1]
     monkeypatch.setattr(engine.tokenizer, "eos_ids", frozenset({in_tokenizer}))
