@@ -133,7 +133,8 @@ class EngineConfig:
     than the largest chunk is prefilled in several. `row_buckets` and `context_buckets` bound the
     number of compiled programs; a bucket above the maximum is dropped, the maximum added.
     `decode_steps` is J, the decode steps per dispatch. `microbatches` None is one per stage.
-    A request whose pages have not reached the decode mesh after `transfer_timeout_s` fails alone.
+    A request whose pages have not reached the decode mesh `transfer_timeout_s` after its prefill
+    fails alone.
     """
 
     page_size: int = 16
