@@ -14,7 +14,16 @@ from typing import Any
 from tqdm import tqdm
 
 import jinfire as jf
-from experiments.harness import Config, Experiment, Measured, Options, Row, median, product
+from experiments.harness import (
+    Config,
+    Estimate,
+    Experiment,
+    Measured,
+    Options,
+    Row,
+    median,
+    product,
+)
 from experiments.models import MODELS
 from experiments.tables import Cell, Table, estimate, number, provenance
 from experiments.workloads import random_prompts
@@ -28,7 +37,7 @@ class DisaggregationConfig:
 
     `prompt` is a text, or None for `prompt_tokens` random ids. The gap is seen by one request that
     decodes `gap_tokens` tokens while `background` others of `background_tokens` tokens are
-    prefilled one after another through the only other row.
+    prefilled one after another through the only other row; the placement's rows share that measure.
     """
 
     model: str
@@ -120,6 +129,9 @@ DEFINITIONS = {
 }
 
 
+TIMES = ("ttft_s", "tpot_s", "transfer_s")
+
+
 def run(todo: Sequence[DisaggregationConfig], options: Options) -> Iterator[Measured]:
     """One engine per placement, the single-device engine of each model and dtype first."""
     references: dict[tuple[Any, ...], list[int]] = {}
@@ -132,8 +144,10 @@ def run(todo: Sequence[DisaggregationConfig], options: Options) -> Iterator[Meas
         for group in groups:
             bar.set_postfix_str(str(group[0].placement))
             engine = _engine(group[0], options, group[0].placement)
+            gaps = _measure_gaps(engine, group[0])
             for config in group:
-                yield _measure(engine, config, references[_reference_key(config)], options)
+                reference = references[_reference_key(config)]
+                yield _measure(engine, config, reference, gaps, options)
                 bar.update()
             del engine
 
@@ -198,35 +212,24 @@ def _add_references(
 
 
 def _measure(
-    engine: jf.Engine, config: DisaggregationConfig, reference: list[int], options: Options
+    engine: jf.Engine,
+    config: DisaggregationConfig,
+    reference: list[int],
+    gaps: dict[str, Estimate],
+    options: Options,
 ) -> Measured:
-    prompt = _prompt(config)
-    params = _greedy(config.max_tokens)
-    gap_prompts, gap_params = _gap_load(config)
+    prompt, params = _prompt(config), _greedy(config.max_tokens)
     # A first round compiles what is not compiled yet and is not measured.
     engine.generate([prompt], params)
-    engine.generate(gap_prompts, gap_params)
     compiled = engine.stats()["compile_count"]
     rounds: list[dict[str, float]] = []
     tokens: list[int] = []
     kv_bytes = prompt_tokens = 0
     for _ in range(config.rounds):
         out = engine.generate([prompt], params)[0]
-        alone = engine.generate(gap_prompts[:1], gap_params[:1])[0].metrics.itl_s
-        busy = engine.generate(gap_prompts, gap_params)[0].metrics.itl_s
         tokens, kv_bytes = list(out.token_ids), out.metrics.kv_bytes
         prompt_tokens = out.metrics.prompt_tokens
-        rounds.append(
-            {
-                "ttft_s": out.metrics.ttft_s,
-                "tpot_s": out.metrics.tpot_s,
-                "transfer_s": out.metrics.transfer_s,
-                "gap_alone_s": max(alone),
-                "gap_busy_s": max(busy),
-                "itl_alone_s": median(alone).value,
-                "itl_busy_s": median(busy).value,
-            }
-        )
+        rounds.append({name: getattr(out.metrics, name) for name in TIMES})
         if tokens != reference:
             break
     stats = engine.stats()
@@ -239,7 +242,8 @@ def _measure(
             "first_difference": differing[0] if differing else None,
             "prompt_tokens": prompt_tokens,
             "kv_bytes": kv_bytes,
-            **{name: median([r[name] for r in rounds]) for name in rounds[0]},
+            **{name: median([r[name] for r in rounds]) for name in TIMES},
+            **gaps,
             "bubble_fraction": stats["bubble_fraction"],
             "compile_seconds": stats["compile_seconds"],
             "compiled_after_warm_up": stats["compile_count"] - compiled,
@@ -249,6 +253,25 @@ def _measure(
         placement=str(config.placement),
         model_sha256=MODELS[config.model].sha256(options),
     )
+
+
+def _measure_gaps(engine: jf.Engine, config: DisaggregationConfig) -> dict[str, Estimate]:
+    """Gaps between the tokens of one request: a matter of the placement, not of a prompt."""
+    prompts, params = _gap_load(config)
+    engine.generate(prompts, params)  # compiles
+    rounds: list[dict[str, float]] = []
+    for _ in range(config.rounds):
+        alone = engine.generate(prompts[:1], params[:1])[0].metrics.itl_s
+        busy = engine.generate(prompts, params)[0].metrics.itl_s
+        rounds.append(
+            {
+                "gap_alone_s": max(alone),
+                "gap_busy_s": max(busy),
+                "itl_alone_s": median(alone).value,
+                "itl_busy_s": median(busy).value,
+            }
+        )
+    return {name: median([r[name] for r in rounds]) for name in rounds[0]}
 
 
 def _gap_load(

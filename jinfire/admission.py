@@ -2,9 +2,10 @@
 
 import numpy as np
 
+from jinfire.checks import as_integer, as_items
 from jinfire.config import ModelConfig
 from jinfire.errors import EmptyPrompt, UnknownToken
-from jinfire.request import Prompt, Request, SamplingParams, as_integer, as_items, as_params
+from jinfire.request import Prompt, Request, SamplingParams, as_params
 from jinfire.tokenizer import Tokenizer
 
 

@@ -1,12 +1,11 @@
 """Frozen configuration: what a model is, where it runs, how the engine behaves."""
 
 import dataclasses
-import numbers
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Self
 
 import sharding
+from jinfire.checks import as_flag, convert_field, integer_in, number_where
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +132,8 @@ class EngineConfig:
     than the largest chunk is prefilled in several. `row_buckets` and `context_buckets` bound the
     number of compiled programs; a bucket above the maximum is dropped, the maximum added.
     `decode_steps` is J, the decode steps per dispatch. `microbatches` None is one per stage.
-    A request whose pages have not reached the decode mesh after `transfer_timeout_s` fails alone.
+    A request whose pages have not reached the decode mesh `transfer_timeout_s` after its prefill
+    fails alone.
     """
 
     page_size: int = 16
@@ -151,28 +151,19 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name in ("page_size", "max_rows", "max_context", "decode_steps"):
-            self._check(name, "an integer >= 1", _integer)
-        self._check("seed", "an integer >= 0", lambda value: _integer(value, 0))
+            convert_field(self, name, "an integer >= 1", integer_in(1))
+        convert_field(self, "seed", "an integer >= 0", integer_in(0))
         if self.num_pages is not None:
-            self._check("num_pages", "None or an integer >= 2", lambda value: _integer(value, 2))
+            convert_field(self, "num_pages", "None or an integer >= 2", integer_in(2))
         if self.microbatches is not None:
-            self._check("microbatches", "None or an integer >= 1", _integer)
+            convert_field(self, "microbatches", "None or an integer >= 1", integer_in(1))
         for name in ("row_buckets", "context_buckets"):
-            self._check(name, "a list of integers >= 1", _integers)
+            convert_field(self, name, "a list of integers >= 1", _integers)
         expected = "at least one (rows, chunk), both integers >= 1"
-        self._check("prefill_shapes", expected, _shapes)
-        self._check("prefix_caching", "True or False", _flag)
-        self._check("transfer_timeout_s", "a number of seconds > 0", _seconds)
-
-    def _check(self, name: str, expected: str, convert: Callable[[Any], object]) -> None:
-        """Put the converted value in the field's place."""
-        given = getattr(self, name)
-        try:
-            object.__setattr__(self, name, convert(given))
-        except (TypeError, ValueError, OverflowError):
-            raise ValueError(
-                f"EngineConfig.{name}: expected {expected}, got {given!r:.80}"
-            ) from None
+        convert_field(self, "prefill_shapes", expected, _shapes)
+        convert_field(self, "prefix_caching", "True or False", as_flag)
+        seconds = number_where(lambda value: value > 0)
+        convert_field(self, "transfer_timeout_s", "a number of seconds > 0", seconds)
 
     def fitted(self, max_position: int) -> Self:
         """This config with `max_context` within what a model was made for."""
@@ -202,40 +193,12 @@ def _buckets(sizes: Sequence[int], largest: int) -> tuple[int, ...]:
     return tuple(sorted({s for s in sizes if s < largest} | {largest}))
 
 
-# Converters of fields: each gives the Python value, or raises TypeError, ValueError or
-# OverflowError, which the caller turns into an error that names the field.
-
-
-def _integer(value: Any, least: int = 1) -> int:
-    if isinstance(value, bool):
-        raise TypeError
-    number = operator.index(value)
-    if number < least:
-        raise ValueError
-    return number
-
-
 def _integers(values: Any) -> tuple[int, ...]:
-    return tuple(_integer(value) for value in values)
+    return tuple(map(integer_in(1), values))
 
 
 def _shapes(values: Any) -> tuple[tuple[int, ...], ...]:
     shapes = tuple(_integers(shape) for shape in values)
     if not shapes or any(len(shape) != 2 for shape in shapes):
-        raise ValueError
+        raise ValueError(f"expected pairs, got {shapes}")
     return shapes
-
-
-def _flag(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError
-    return value
-
-
-def _seconds(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError
-    seconds = float(value)
-    if not seconds > 0:
-        raise ValueError
-    return seconds

@@ -53,8 +53,8 @@ class _Handover:
     sequence: LiveSequence
     sampled: Sampled
     source: tuple[int, int]
-    sent_s: float
     transit: Transit | None = None
+    waiting_since_s: float | None = None  # the pages are written, their copies may be under way
 
 
 class Engine:
@@ -335,8 +335,8 @@ class Engine:
         self._stalled = 0 if under_way or events else self._stalled + 1
         if self._stalled > 1:
             # Twice nothing to issue and nothing to wait for: better an error than a loop.
-            error = EngineFailed(f"no progress with {len(self._ledger.live)} unfinished requests")
-            events += self._fail_all(error)
+            unfinished = len(self._ledger.live)
+            self._start_over(EngineFailed(f"no progress with {unfinished} unfinished requests"))
         return events
 
     def _start_over(self, error: EngineFailed) -> None:
@@ -361,21 +361,18 @@ class Engine:
             assert handover.transit is not None
             if handover.transit.is_ready():
                 arrived.append(sequence)
-            elif now - handover.sent_s > self.config.transfer_timeout_s:
-                events += self._fail(
-                    sequence, TransferFailed(f"not there after {now - handover.sent_s:.1f} s")
-                )
+            elif handover.waiting_since_s is None:
+                # Time in which the prefill queues, runs or compiles is not the transfer's.
+                if handover.sampled.token_B.is_ready():
+                    handover.waiting_since_s = now
+            elif (waited_s := now - handover.waiting_since_s) > self.config.transfer_timeout_s:
+                events += self._fail(sequence, TransferFailed(f"not there after {waited_s:.1f} s"))
         return arrived, events
 
     def _fail(self, sequence: LiveSequence, error: Exception) -> list[TokenEvent]:
         self.scheduler.finish(sequence, FinishReason.ERROR)
         live = self._ledger.find(sequence)
         return [] if live is None else [self._ledger.fail(live, error)]
-
-    def _fail_all(self, error: EngineFailed) -> list[TokenEvent]:
-        """Ends every request as "error"."""
-        live = list(self._ledger.live.values())
-        return [event for one in live for event in self._fail(one.sequence, error)]
 
     def _prefill(self, plan: Any) -> None:
         now = time.perf_counter()
@@ -389,7 +386,7 @@ class Engine:
                 if not chunk.is_last:
                     continue
                 sequence = chunk.sequence
-                handover = _Handover(sequence, sampled, (m, r), now)
+                handover = _Handover(sequence, sampled, (m, r))
                 self._first_tokens.append(handover)
                 if chunk.needs_handoff:
                     handover.transit = self._runner.send(sequence, sampled)

@@ -4,11 +4,12 @@ import dataclasses
 import enum
 import math
 import numbers
-import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+
+from jinfire.checks import as_flag, as_items, convert_field, integer_in, number_where
 
 MAX_LOGPROBS = 20
 # The device computes in float32, and may take what is under the smallest normal number for 0.
@@ -59,32 +60,24 @@ class SamplingParams:
     logprobs_after_temperature: bool = False
 
     def __post_init__(self) -> None:
-        self._check("max_tokens", "an integer >= 1", _integer_in(1))
-        self._check("temperature", f"a number from 0 to {_MAX_FLOAT32:.3g}", _temperature)
-        self._check("top_k", "an integer >= 0 (0 is off)", _integer_in(0))
-        self._check("top_p", "a number in (0, 1]", _number_where(lambda p: 0 < p <= 1))
-        self._check("min_p", "a number in [0, 1]", _number_where(lambda p: 0 <= p <= 1))
+        convert_field(self, "max_tokens", "an integer >= 1", integer_in(1))
+        convert_field(self, "temperature", f"a number from 0 to {_MAX_FLOAT32:.3g}", _temperature)
+        convert_field(self, "top_k", "an integer >= 0 (0 is off)", integer_in(0))
+        convert_field(self, "top_p", "a number in (0, 1]", number_where(lambda p: 0 < p <= 1))
+        convert_field(self, "min_p", "a number in [0, 1]", number_where(lambda p: 0 <= p <= 1))
         if self.seed is not None:
-            self._check("seed", "None or an integer in [0, 2**32)", _integer_in(0, 2**32 - 1))
+            convert_field(
+                self, "seed", "None or an integer in [0, 2**32)", integer_in(0, 2**32 - 1)
+            )
         if isinstance(self.logprobs, bool):
             object.__setattr__(self, "logprobs", 0 if self.logprobs else None)
         if self.logprobs is not None:
             expected = f"None or an integer from 0 to {MAX_LOGPROBS}"
-            self._check("logprobs", expected, _integer_in(0, MAX_LOGPROBS))
-        self._check("stop", "non-empty strings", _stop_strings)
-        self._check("stop_token_ids", "token ids >= 0", _stop_ids)
-        self._check("ignore_eos", "True or False", _flag)
-        self._check("logprobs_after_temperature", "True or False", _flag)
-
-    def _check(self, name: str, expected: str, convert: Callable[[Any], object]) -> None:
-        """Put the converted value in the field's place."""
-        given = getattr(self, name)
-        try:
-            object.__setattr__(self, name, convert(given))
-        except (TypeError, ValueError, OverflowError):
-            raise ValueError(
-                f"SamplingParams.{name}: expected {expected}, got {given!r:.80}"
-            ) from None
+            convert_field(self, "logprobs", expected, integer_in(0, MAX_LOGPROBS))
+        convert_field(self, "stop", "non-empty strings", _stop_strings)
+        convert_field(self, "stop_token_ids", "token ids >= 0", _stop_ids)
+        convert_field(self, "ignore_eos", "True or False", as_flag)
+        convert_field(self, "logprobs_after_temperature", "True or False", as_flag)
 
     @property
     def is_greedy(self) -> bool:
@@ -160,27 +153,6 @@ class RequestOutput:
     error: Exception | None = None
 
 
-def as_integer(value: Any) -> int:
-    """The Python integer of a Python or NumPy one.
-
-    Raises: TypeError for anything else, bools included.
-    """
-    if isinstance(value, bool):
-        raise TypeError("expected an integer, got a bool")
-    return operator.index(value)
-
-
-def as_items(value: Any) -> list[Any]:
-    """The elements of a list, array or iterator.
-
-    Raises: TypeError for what has none, or none that are a caller's list: text, bytes, mappings
-    and sets.
-    """
-    if isinstance(value, str | bytes | bytearray | memoryview | Mapping | set | frozenset):
-        raise TypeError(f"expected a list, got {type(value).__name__}")
-    return list(value)
-
-
 def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """The prompts of one call: a text, token ids, or a list of either.
 
@@ -216,41 +188,9 @@ def as_params(
     return listed
 
 
-# Converters of fields: each gives the Python value, or raises TypeError, ValueError or
-# OverflowError, which `SamplingParams` turns into an error that names the field.
-
-
-def _integer_in(least: int, most: float = math.inf) -> Callable[[Any], int]:
-    def convert(value: Any) -> int:
-        number = as_integer(value)
-        if not least <= number <= most:
-            raise ValueError
-        return number
-
-    return convert
-
-
-def _number_where(allowed: Callable[[float], bool]) -> Callable[[Any], float]:
-    def convert(value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, numbers.Real):
-            raise TypeError
-        number = float(value)
-        if not allowed(number):
-            raise ValueError
-        return number
-
-    return convert
-
-
 def _temperature(value: Any) -> float:
-    number = _number_where(lambda t: 0 <= t <= _MAX_FLOAT32)(value)
+    number = number_where(lambda t: 0 <= t <= _MAX_FLOAT32)(value)
     return number if number >= _MIN_FLOAT32 else 0.0
-
-
-def _flag(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError
-    return value
 
 
 def _stop_strings(value: Any) -> tuple[str, ...]:
@@ -261,4 +201,4 @@ def _stop_strings(value: Any) -> tuple[str, ...]:
 
 
 def _stop_ids(value: Any) -> tuple[int, ...]:
-    return tuple(map(_integer_in(0), () if value is None else as_items(value)))
+    return tuple(map(integer_in(0), () if value is None else as_items(value)))

@@ -256,20 +256,6 @@ class Runner:
             )
         )
 
-    def poison_unowned(self, prefill_owned: set[int], decode_owned: set[int]) -> None:
-        """Fill every page that nobody owns, and the null page, with NaN (a test of reads)."""
-        owned = [prefill_owned, decode_owned][-len(self._pools) :]
-        if self.is_colocated:
-            owned = [prefill_owned | decode_owned]
-        for index, (pools, keep) in enumerate(zip(self._pools, owned, strict=True)):
-            pages = np.array(sorted(set(range(self.config.pool_pages)) - keep), np.int32)
-            self._pools[index] = jax.tree.map(
-                lambda leaf, pages=pages: jax.device_put(
-                    leaf.at[:, pages].set(np.nan), leaf.sharding
-                ),
-                pools,
-            )
-
 
 @dataclasses.dataclass
 class Issued:

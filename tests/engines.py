@@ -5,6 +5,7 @@ import functools
 import string
 from collections.abc import Iterator, Sequence
 
+import jax
 import numpy as np
 from helpers import tiny_config
 
@@ -137,8 +138,14 @@ def owned_pages(pool: PagePool) -> set[int]:
 
 def poison(engine: Engine) -> None:
     """Fills every page that nobody owns, and the null page, with NaN."""
-    prefill, decode = (owned_pages(pool) for pool in pools(engine))
-    engine._runner.poison_unowned(prefill, decode)
+    runner = engine._runner
+    owned = [owned_pages(pool) for pool in dict.fromkeys(pools(engine))]
+    for index, (arrays, keep) in enumerate(zip(runner._pools, owned, strict=True)):
+        pages = np.array(sorted(set(range(engine.config.pool_pages)) - keep), np.int32)
+        runner._pools[index] = jax.tree.map(
+            lambda leaf, pages=pages: jax.device_put(leaf.at[:, pages].set(np.nan), leaf.sharding),
+            arrays,
+        )
 
 
 def greedy(max_tokens: int = 8, **changes) -> SamplingParams:

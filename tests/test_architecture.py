@@ -15,7 +15,7 @@ MAX_LINES = 500
 # Low to high. A module of jinfire imports only from the rows above its own in this table, which
 # are lower levels; never from its own row.
 LEVELS: tuple[tuple[str, ...], ...] = (
-    ("errors",),
+    ("errors", "checks"),
     ("request", "config", "weights", "progress", "template"),
     ("tokenizer", "metrics", "fetch", "text", "sequence", "packing"),
     ("kvcache.page_table", "layers.linear", "layers.rope"),
@@ -47,7 +47,7 @@ LEVEL |= dict.fromkeys(("kvcache", "layers", "programs"), 0)
 
 # Host arithmetic that is tested, and could be replayed, without a device.
 HOST_ONLY = (
-    *("errors", "request", "progress", "metrics", "text"),
+    *("errors", "checks", "request", "progress", "metrics", "text"),
     *("sequence", "packing", "kvcache.page_table", "scheduler"),
 )
 

@@ -95,7 +95,7 @@ def test_a_step_broken_off_ends_all_requests_and_the_next_ones_are_right(
 
 
 def test_a_transfer_that_does_not_arrive_fails_alone(monkeypatch):
-    engine = tiny_engine("disaggregated", transfer_timeout_s=0.2)
+    engine = tiny_engine("disaggregated")
     prompts = prompts_of([6, 9], seed=4)
     want = alone(engine, prompts[1], greedy(9))
     send = engine._runner.send
@@ -110,9 +110,58 @@ def test_a_transfer_that_does_not_arrive_fails_alone(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(engine._runner, "send", stuck)
         other = engine.submit(prompts[1], greedy(9))
-        drain(engine, most_steps=100_000)
+        # The other one decodes, however slow this machine is; then the deadline comes.
+        events = []
+        while not any(e.request_id == other and e.index == 1 for e in events):
+            events += engine.step()
+        assert not any(e.request_id == lost and e.finish_reason for e in events)
+        hasty = dataclasses.replace(engine.config, transfer_timeout_s=1e-6)
+        patch.setattr(engine, "config", hasty)
+        events += drain(engine)
+    assert [e.finish_reason for e in events if e.request_id == lost][-1] is FinishReason.ERROR
     output = engine.pop_output(lost)
     assert output.finish_reason is FinishReason.ERROR
     assert isinstance(output.error, TransferFailed)
     same(engine.pop_output(other), want)
+    check_idle(engine)
+
+
+def test_the_deadline_of_a_transfer_starts_with_its_prefill_done(monkeypatch):
+    """A prefill that queues or compiles for long is no lost transfer."""
+    engine = tiny_engine("disaggregated")
+    prompt = prompts_of([6], seed=4)[0]
+    want = alone(engine, prompt, greedy(9))
+    prefill, transit_ready = engine._runner.prefill, []
+
+    class Late:
+        """A first token that is not there for its first hundred questions."""
+
+        def __init__(self, token_B):
+            self._token_B, self._questions = token_B, 0
+
+        def is_ready(self):
+            self._questions += 1
+            return self._questions > 100
+
+        def __array__(self, dtype=None, copy=None):
+            return np.asarray(self._token_B)
+
+    send = engine._runner.send
+
+    def late_prefill(plan):
+        sampled = prefill(plan)
+        return sampled._replace(token_B=Late(sampled.token_B))
+
+    def late_send(sequence, sampled):
+        transit = send(sequence, sampled._replace(token_B=sampled.token_B._token_B))
+        monkeypatch.setattr(transit, "is_ready", sampled.token_B.is_ready)
+        transit_ready.append(sampled)
+        return transit
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "config", dataclasses.replace(engine.config, transfer_timeout_s=1e-6))
+        patch.setattr(engine._runner, "prefill", late_prefill)
+        patch.setattr(engine._runner, "send", late_send)
+        same(alone(engine, prompt, greedy(9)), want)
+    assert transit_ready
     check_idle(engine)

@@ -52,7 +52,7 @@ def test_hostile_templates_are_refused_in_time(name):
     before_kib, start_s = peak_kib(), time.perf_counter()
     with pytest.raises(ValueError, match=r"chat template: .") as caught:
         render(HOSTILE[name], {"messages": MESSAGES}, timeout_s=1)
-    assert time.perf_counter() - start_s < 5  # 1 s, and freeing 1 GiB on a loaded machine
+    assert time.perf_counter() - start_s < 20  # 1 s, and freeing 1 GiB on a loaded machine
     assert peak_kib() - before_kib < 64 * 1024
     assert len(str(caught.value)) < 2000
 
