@@ -106,9 +106,11 @@ install-aot: install
 	    touch $(AOT_STAMP); \
 	fi
 
-# Registers, shared memory and spills of every kernel, compiled for GPUs that are not here.
+# Registers, shared memory and spills of every kernel, and the memory of whole steps with them inside,
+# compiled for GPUs that are not here.
 resources: install-aot
 	@$(BIN)/python -m pallas_kernels.aot --update
+	@$(BIN)/python tests/gpu_steps.py
 
 # On a machine with a GPU: right, how fast, and how fast others. PYTHON names its interpreter.
 gpu-check:

@@ -29,6 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.paged_attention_xla import MASKED
 from pallas_kernels.prefill_attention_tiles import (
+    DEFAULT_BLOCKS,
     ROWS,
     SUBLANES,
     Plan,
@@ -398,7 +399,7 @@ def prefill_attention_mosaic(
     scale: float,
     window: int | None = None,
     attention_chunk: int | None = None,
-    blocks: PrefillBlocks = PrefillBlocks(),
+    blocks: PrefillBlocks = DEFAULT_BLOCKS,
     interpret: bool | plgpu.InterpretGPUParams = False,
 ) -> jax.Array:
     """Prefill attention on Hopper: TMA through the page table, WGMMA, one tile a thread block.

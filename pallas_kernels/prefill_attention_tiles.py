@@ -24,6 +24,7 @@ class PrefillBlocks:
     warpgroups: int = 2
 
 
+DEFAULT_BLOCKS = PrefillBlocks()
 SPACE = {"kv_tokens": (64, 128), "slots": (2, 3, 4), "warpgroups": (2, 3)}
 
 
