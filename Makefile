@@ -16,20 +16,23 @@ UV_VERSION := 0.13.9
 key = $(firstword $(shell cat $(1) | cksum))
 RUNTIME_STAMP = .venv/.installed-runtime-$(call key,requirements/runtime.lock pyproject.toml)
 DEV_STAMP = .venv/.installed-dev-$(call key,requirements/dev.lock)
+AOT_STAMP = .venv/aot/.installed-$(call key,requirements/aot.lock)
 
 # pip shows its progress on a terminal and keeps quiet in a log.
 PIP_FLAGS := --disable-pip-version-check --no-input $(shell [ -t 2 ] || echo --quiet)
 PIP = $(BIN)/python -m pip install $(PIP_FLAGS)
 say = @printf '==> %s\n'
 
-.PHONY: help demo model test test-all lint format types pytest pytest-all install install-dev venv \
-        peers peer-hf peer-llama lock clean distclean
+.PHONY: help demo model test test-all lint format types pytest pytest-all install install-dev install-aot \
+        venv resources gpu-check gpu-check-dry peers peer-hf peer-llama lock clean distclean
 
 help:
 	@echo "make demo      environment, a small real model, the main job"
 	@echo "make test      environment, lint, types, tests (what CI runs)"
 	@echo "make test-all  the same with the tests that take minutes"
 	@echo "make format    formats and fixes the code"
+	@echo "make resources registers and shared memory of every GPU kernel, compiled without a GPU"
+	@echo "make gpu-check the kernels on this machine's GPU: right, and how fast (PYTHON=python3)"
 	@echo "make peers     Hugging Face and llama.cpp in environments of their own, to compare with"
 	@echo "make lock      resolves requirements/*.lock again"
 	@echo "make clean     removes the environment and caches (distclean: the peers too)"
@@ -60,11 +63,11 @@ types: install-dev
 	$(say) "types"
 	@PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
 
-pytest: install-dev model
+pytest: install-dev install-aot model
 	$(say) "tests ($(WORKERS) processes)"
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
-pytest-all: install-dev model
+pytest-all: install-dev install-aot model
 	$(say) "all tests ($(WORKERS) processes)"
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --long $(PYTEST_ARGS)
 
@@ -93,6 +96,28 @@ install-dev: install
 	    rm -f .venv/.installed-dev-*; \
 	    touch $(DEV_STAMP); \
 	fi
+
+# The compiler for GPUs, beside the environment and not in it: JAX would look for a GPU at every start.
+install-aot: install
+	@if [ "$$(uname -s)" = Linux ] && [ ! -e $(AOT_STAMP) ]; then \
+	    echo "==> installing the GPU compiler in .venv/aot (requirements/aot.lock, about 0.25 GB)"; \
+	    rm -rf .venv/aot; \
+	    $(PIP) --no-deps --require-hashes --target .venv/aot -r requirements/aot.lock; \
+	    touch $(AOT_STAMP); \
+	fi
+
+# Registers, shared memory and spills of every kernel, and the memory of whole steps with them inside,
+# compiled for GPUs that are not here.
+resources: install-aot
+	@$(BIN)/python -m pallas_kernels.aot --update
+	@$(BIN)/python tests/gpu_steps.py
+
+# On a machine with a GPU: right, how fast, and how fast others. PYTHON names its interpreter.
+gpu-check:
+	@$${PYTHON:-python3} -m experiments.kernels
+
+gpu-check-dry: install
+	@$(BIN)/python -m experiments.kernels --interpret --smoke
 
 peers: peer-hf peer-llama
 
@@ -126,12 +151,13 @@ lock: venv
 	    $(BIN)/python -m venv .cache/lock; \
 	    .cache/lock/bin/python -m pip install $(PIP_FLAGS) uv==$(UV_VERSION); \
 	fi
-	$(say) "resolving requirements/runtime.lock and requirements/dev.lock"
+	$(say) "resolving requirements/runtime.lock, dev.lock and aot.lock"
 	@resolve=".cache/lock/bin/uv pip compile --quiet --upgrade --universal --python-version 3.12 --generate-hashes \
 	    --no-emit-index-url --no-emit-find-links --cache-dir .cache/uv"; \
 	export UV_CUSTOM_COMPILE_COMMAND="make lock"; \
 	$$resolve --group build -o requirements/runtime.lock pyproject.toml; \
-	$$resolve --extra dev -c requirements/runtime.lock -o requirements/dev.lock pyproject.toml
+	$$resolve --extra dev -c requirements/runtime.lock -o requirements/dev.lock pyproject.toml; \
+	$$resolve --no-deps --group aot -o requirements/aot.lock
 
 clean:
 	rm -rf .venv .cache .hypothesis .pytest_cache .ruff_cache build dist

@@ -1,9 +1,55 @@
 """Device kernels: each operation's reference, implementations and argument sets."""
 
+from pallas_kernels.bench import (
+    SMOKE_WORKLOADS,
+    WORKLOADS,
+    Workload,
+    counted,
+    seconds_per_call,
+)
+from pallas_kernels.grouped_matmul import GROUPED_MATMUL, grouped_matmul
+from pallas_kernels.int4_format import pack_for_device, unpack_from_device
+from pallas_kernels.int4_matmul import (
+    GROUPED_INT4_MATMUL,
+    INT4_MATMUL,
+    grouped_int4_matmul,
+    int4_matmul,
+)
 from pallas_kernels.kernel import ArgSpec, Kernel
+from pallas_kernels.latent_attention import LATENT_ATTENTION, latent_attention
 from pallas_kernels.paged_attention import PAGED_ATTENTION, paged_attention, write_pages
 from pallas_kernels.prefill_attention import PREFILL_ATTENTION, prefill_attention
 
-KERNELS = {kernel.name: kernel for kernel in (PAGED_ATTENTION, PREFILL_ATTENTION)}
+KERNELS = {
+    kernel.name: kernel
+    for kernel in (
+        PAGED_ATTENTION,
+        LATENT_ATTENTION,
+        PREFILL_ATTENTION,
+        GROUPED_MATMUL,
+        INT4_MATMUL,
+        GROUPED_INT4_MATMUL,
+    )
+}
 
-__all__ = ["KERNELS", "ArgSpec", "Kernel", "paged_attention", "prefill_attention", "write_pages"]
+__all__ = [
+    "KERNELS",
+    "ArgSpec",
+    "Kernel",
+    # operations
+    "paged_attention",
+    "latent_attention",
+    "prefill_attention",
+    "grouped_matmul",
+    "int4_matmul",
+    "grouped_int4_matmul",
+    "write_pages",
+    "pack_for_device",
+    "unpack_from_device",
+    # measurement
+    "WORKLOADS",
+    "SMOKE_WORKLOADS",
+    "Workload",
+    "counted",
+    "seconds_per_call",
+]

@@ -1,15 +1,23 @@
 """Kernel records: one operation, its NumPy reference, its implementations and its argument sets."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from functools import partial
+import functools
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-# The platform whose programs prefer each implementation; "xla" runs on every other one.
-PLATFORMS = {"mosaic": "cuda"}
+TUNED = Path(__file__).parent / "tuned"
+
+# The chips whose instructions the Mosaic kernels use: TMA and WGMMA, compute capability 9.0.
+HOPPER = ("H100", "H200", "H800", "H20", "GH200")
+
+Shapes = dict[str, jax.ShapeDtypeStruct]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,14 +27,26 @@ class ArgSpec:
     `build(rng, dtype)` returns the array arguments as NumPy arrays by name, `static` holds the
     others. All that an implementation must not let into its result is NaN: the null page, pages
     that no row owns, and the slots behind a row's last token.
+
+    A compile-only set has the size of a real model: its `build` may return
+    `jax.ShapeDtypeStruct`s, it is compiled and never run.
     """
 
     name: str
-    build: Callable[[np.random.Generator, np.dtype], dict[str, np.ndarray]]
+    build: Callable[[np.random.Generator, np.dtype], Mapping[str, Any]]
     static: Mapping[str, Any]
+    compile_only: bool = False
 
     def make(self, seed: int, dtype: Any = np.float32) -> dict[str, np.ndarray]:
-        return self.build(np.random.default_rng(seed), np.dtype(dtype))
+        """The arrays. Raises: ValueError for a compile-only set."""
+        if self.compile_only:
+            raise ValueError(f"{self.name}: expected a set that runs, this one only compiles")
+        return dict(self.build(np.random.default_rng(seed), np.dtype(dtype)))
+
+    def shapes(self, dtype: Any = np.float32) -> Shapes:
+        """Shape and dtype of every array."""
+        arrays = self.build(np.random.default_rng(0), np.dtype(dtype))
+        return {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in arrays.items()}
 
 
 # Compared by identity: a record holds dicts, and jit must be able to hash it.
@@ -36,6 +56,9 @@ class Kernel:
 
     `tolerance` maps a dtype name to the largest error relative to the largest reference value.
     `flops` and `bytes` take the arguments and count the least work that the operation needs.
+    `unsupported` takes the arguments, or their shapes, and says why the Mosaic form does not take
+    them; None where it does. `blocks` is the dataclass of the Mosaic form's block sizes, whose
+    defaults hold where nothing was tuned, and `space` the values that a search may try.
     """
 
     name: str
@@ -45,31 +68,126 @@ class Kernel:
     tolerance: Mapping[str, float]
     flops: Callable[..., int]
     bytes: Callable[..., int]
+    unsupported: Callable[..., str | None] | None = None
+    blocks: Callable[..., Any] | None = None
+    space: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
 
-    def __call__(self, *args: Any, implementation: str | None = None, **static: Any) -> jax.Array:
+    def __call__(
+        self,
+        *args: Any,
+        implementation: str | None = None,
+        blocks: Any = None,
+        interpret: bool = False,
+        **static: Any,
+    ) -> jax.Array:
         """Result of the named implementation, else of the best one for the device in use.
 
         The choice falls where the program is lowered, so a program compiled for an absent GPU
-        holds the GPU's kernel. Keyword arguments are static.
+        holds the GPU's kernel. Other keyword arguments are static. `blocks` overrides the tuned
+        block sizes. `interpret` runs the Mosaic form on the CPU, for tests.
 
-        Raises: ValueError for an implementation that the kernel does not have.
+        Raises: ValueError for an implementation that the kernel does not have, or that does not
+        take these arguments.
         """
         if implementation is None:
-            preferred = {
-                PLATFORMS[name]: partial(function, **static)
-                for name, function in self.implementations.items()
-                if name in PLATFORMS
-            }
-            default = partial(self.implementations["xla"], **static)
-            if not preferred:
-                return default(*args)
-            return jax.lax.platform_dependent(*args, default=default, **preferred)
+            return self._dispatch(args, static)
         if implementation not in self.implementations:
             raise ValueError(
                 f"expected an implementation of {self.name} among "
                 f"{sorted(self.implementations)}, received {implementation!r}"
             )
-        return self.implementations[implementation](*args, **static)
+        if implementation != "mosaic":
+            return self.implementations[implementation](*args, **static)
+        if reason := self.refusal(*args, **static):
+            raise ValueError(f"{self.name}: the Mosaic form does not take this: {reason}")
+        return self._mosaic(blocks or self.tuned_blocks(args, device_kind()), interpret, static)(
+            *args
+        )
+
+    def refusal(self, *args: Any, **static: Any) -> str | None:
+        """Why the Mosaic form does not take these arguments or shapes; None where it does."""
+        if "mosaic" not in self.implementations:
+            return "there is none"
+        return self.unsupported(*args, **static) if self.unsupported else None
+
+    def tuned_blocks(self, args: Iterable[Any], kind: str | None) -> Any:
+        """Block sizes for a device: of the tuned entry next to these shapes, else the defaults."""
+        if self.blocks is None:
+            return None
+        entries = tuned_entries(kind).get(self.name, ()) if kind else ()
+        shapes = [(tuple(x.shape), np.dtype(x.dtype).name) for x in args]
+        near = [(d, i) for i, e in enumerate(entries) if (d := _distance(shapes, e)) < math.inf]
+        return self.blocks(**entries[min(near)[1]]["blocks"]) if near else self.blocks()
+
+    def _dispatch(self, args: tuple[Any, ...], static: Mapping[str, Any]) -> jax.Array:
+        default = functools.partial(self.implementations["xla"], **static)
+        kind = device_kind()
+        other = kind is not None and not is_hopper(kind)
+        if other or self.refusal(*args, **static) is not None:
+            return default(*args)
+        mosaic = self._mosaic(self.tuned_blocks(args, kind), False, static)
+        return jax.lax.platform_dependent(*args, default=default, cuda=mosaic)
+
+    def _mosaic(
+        self, blocks: Any, interpret: bool, static: Mapping[str, Any]
+    ) -> Callable[..., jax.Array]:
+        options = dict(static)
+        if blocks is not None:
+            options["blocks"] = blocks
+        if interpret:
+            options["interpret"] = plgpu.InterpretGPUParams()
+        return functools.partial(self.implementations["mosaic"], **options)
+
+
+def device_kind() -> str | None:
+    """The kind of device that a trace is for: of the mesh in use, else of the GPU at hand.
+
+    None where neither says it; then the platform decides at lowering.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None:
+        return device.device_kind
+    if jax.default_backend() == "gpu":
+        return jax.devices()[0].device_kind
+    return None
+
+
+def is_hopper(kind: str) -> bool:
+    return kind.startswith("NVIDIA") and any(chip in kind for chip in HOPPER)
+
+
+def device_slug(kind: str) -> str:
+    """A device kind as a file name: "NVIDIA H200" is nvidia_h200."""
+    return "_".join("".join(c if c.isalnum() else " " for c in kind.lower()).split())
+
+
+@functools.cache
+def tuned_entries(kind: str, folder: Path = TUNED) -> dict[str, list[dict[str, Any]]]:
+    """Tuned block sizes of a device, by kernel; none where nobody tuned for it."""
+    path = folder / f"{device_slug(kind)}.json"
+    return json.loads(path.read_text(encoding="utf-8"))["kernels"] if path.exists() else {}
+
+
+def _distance(shapes: list[tuple[tuple[int, ...], str]], entry: Mapping[str, Any]) -> float:
+    """How far arguments are from those that an entry was tuned on; infinite where it cannot apply.
+
+    Floating arrays must agree but for their leading axis (rows, pages, experts); what remains
+    counts by its ratio.
+    """
+    total = 0.0
+    theirs = entry["shapes"]
+    if len(theirs) != len(shapes):
+        return math.inf
+    for (shape, dtype), (shape2, dtype2) in zip(shapes, theirs, strict=True):
+        floating = dtype.startswith(("float", "bfloat"))
+        if dtype != dtype2 or len(shape) != len(shape2):
+            return math.inf
+        if floating and tuple(shape[1:]) != tuple(shape2[1:]):
+            return math.inf
+        total += sum(
+            abs(math.log2(max(a, 1) / max(b, 1))) for a, b in zip(shape, shape2, strict=True)
+        )
+    return total
 
 
 def attention_reference(

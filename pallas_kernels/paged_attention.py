@@ -1,220 +1,19 @@
-"""Paged attention of one query token per row (decode), and the write of new keys and values."""
+"""Paged attention of decode rows: one query token per row, or the few of a speculation step."""
 
 import math
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.kernel import (
-    ArgSpec,
-    Kernel,
-    attention_reference,
-    build_paged,
-    row_tokens,
-)
+from pallas_kernels.kernel import ArgSpec, Kernel, attention_reference, build_paged, row_tokens
+from pallas_kernels.paged_attention_mosaic import paged_attention_mosaic
+from pallas_kernels.paged_attention_plan import SPACE, PagedBlocks, unsupported
+from pallas_kernels.paged_attention_xla import paged_attention_xla, write_pages
 
-MASKED = -1e30
-
-# Tokens in a block and blocks in an iteration of the XLA form: one iteration's keys and values stay
-# in cache, and a block is small enough that a ragged batch wastes little.
-BLOCK_TOKENS = 128
-BLOCKS_AT_ONCE = 16
-
-# Up to this many query heads, one dot a block over all heads (zeros where a query meets another kv
-# head) beats one tiny dot for each kv head; beyond it, the wasted products cost more.
-DENSE_HEADS = 16
-
-
-def write_pages(
-    pages_PZKH: jax.Array,
-    new_BTKH: jax.Array,
-    page_table_BW: jax.Array,
-    positions_BT: jax.Array,
-    valid_BT: jax.Array,
-) -> jax.Array:
-    """Pool with new keys (or values) stored at their tokens' positions.
-
-    Tokens that are not valid, or whose position lies outside the page table, go to the null page.
-    A page id outside the pool is dropped: clipping it would write into another request's page.
-
-    Donates: `pages_PZKH` is updated in place where the caller's jit donates it.
-    """
-    P, Z, _, _ = pages_PZKH.shape
-    W = page_table_BW.shape[1]
-    column_BT = positions_BT // Z
-    valid_BT = valid_BT & (column_BT >= 0) & (column_BT < W)
-    page_BT = jnp.take_along_axis(page_table_BW, jnp.clip(column_BT, 0, W - 1), axis=1)
-    # A negative index would count from the end of the pool.
-    page_BT = jnp.where(page_BT < 0, P, page_BT)
-    page_BT = jnp.where(valid_BT, page_BT, 0)
-    slot_BT = jnp.where(valid_BT, positions_BT % Z, 0)
-    return pages_PZKH.at[page_BT, slot_BT].set(new_BTKH.astype(pages_PZKH.dtype), mode="drop")
-
-
-def gather_pages(pages_PZKH: jax.Array, page_ids: jax.Array) -> jax.Array:
-    """Copies of pages, each a flat row in the pool's own order: the fastest gather there is."""
-    P = pages_PZKH.shape[0]
-    return pages_PZKH.reshape(P, -1).at[page_ids].get(mode="clip")
-
-
-def _across_heads(query_INH: jax.Array, K: int) -> jax.Array:
-    """Queries over the concatenated kv heads, zero outside their own: [I, N, K*H]."""
-    items, N, H = query_INH.shape
-    own_KK = jnp.eye(K, dtype=query_INH.dtype)[None, :, None, :, None]
-    return (query_INH.reshape(items, K, N // K, 1, H) * own_KK).reshape(items, N, K * H)
-
-
-def _own_head(out_IND: jax.Array, K: int) -> jax.Array:
-    """The part of each query head's output that belongs to its own kv head: [I, N, H]."""
-    items, N, D = out_IND.shape
-    out = out_IND.reshape(items, K, N // K, K, D // K)
-    return jnp.stack([out[:, k, :, k] for k in range(K)], axis=1).reshape(items, N, D // K)
-
-
-def _attend(
-    query_INH: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
-    live_IT: jax.Array,
-    K: int,
-    scale: float,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Attention of each query to its own block: unnormalised output, sum of weights, largest score.
-
-    A block without a live token gives a sum of zero.
-    """
-    items, N, H = query_INH.shape
-    T = live_IT.shape[1]
-    G = N // K
-    # Unwritten slots may hold NaN, and 0 x NaN is NaN: mask the values too, not only the scores.
-    values_ITD = jnp.where(live_IT[:, :, None], values.reshape(items, T, K * H), 0)
-    keys_ITD = keys.reshape(items, T, K * H)
-    dense = N <= DENSE_HEADS
-    if dense:
-        scores = jnp.einsum(
-            "IND,ITD->INT",
-            _across_heads(query_INH, K),
-            keys_ITD,
-            preferred_element_type=jnp.float32,
-        )
-    else:
-        scores = jnp.einsum(
-            "IKGH,ITKH->IKGT",
-            query_INH.reshape(items, K, G, H),
-            keys_ITD.reshape(items, T, K, H),
-            preferred_element_type=jnp.float32,
-        ).reshape(items, N, T)
-    live = live_IT[:, None, :]
-    scores = jnp.where(live, scores * scale, MASKED)
-    top_IN = jnp.max(scores, axis=-1)
-    weights = jnp.where(live, jnp.exp(scores - top_IN[:, :, None]), 0.0)
-    total_IN = jnp.sum(weights, axis=-1)
-    weights = weights.astype(values_ITD.dtype)
-    if dense:
-        out = jnp.einsum("INT,ITD->IND", weights, values_ITD, preferred_element_type=jnp.float32)
-        return _own_head(out, K), total_IN, top_IN
-    out = jnp.einsum(
-        "IKGT,ITKH->IKGH",
-        weights.reshape(items, K, G, T),
-        values_ITD.reshape(items, T, K, H),
-        preferred_element_type=jnp.float32,
-    )
-    return out.reshape(items, N, H), total_IN, top_IN
-
-
-def paged_attention_xla(
-    query_BNH: jax.Array,
-    key_pages: jax.Array,
-    value_pages: jax.Array,
-    page_table_BW: jax.Array,
-    lengths_B: jax.Array,
-    *,
-    scale: float,
-) -> jax.Array:
-    """Decode attention over a list of the live blocks only.
-
-    Rows are cut into blocks of tokens, the live blocks of all rows are listed, and a loop works
-    through the list a few blocks at a time: its trip count follows the tokens present, not the
-    page table's width or the longest row. A row's blocks are combined in order, so a row's result
-    depends on neither the other rows nor the width.
-    """
-    B, N, H = query_BNH.shape
-    _, Z, K, _ = key_pages.shape
-    dtype = query_BNH.dtype
-    pages = max(1, BLOCK_TOKENS // Z)
-    W = page_table_BW.shape[1]
-    blocks = -(-W // pages)
-    T = pages * Z
-    table = jnp.pad(page_table_BW, ((0, 0), (0, blocks * pages - W)))
-    lengths_B = jnp.minimum(lengths_B, W * Z)
-    offsets_T = jnp.arange(T)
-
-    if blocks == 1:
-        live_BT = offsets_T[None, :] < lengths_B[:, None]
-        out, total_BN, _ = _attend(
-            query_BNH,
-            gather_pages(key_pages, table),
-            gather_pages(value_pages, table),
-            live_BT,
-            K,
-            scale,
-        )
-        out = out / jnp.where(total_BN > 0, total_BN, 1.0)[:, :, None]
-        return out.astype(dtype)
-
-    at_once = min(BLOCKS_AT_ONCE, B * blocks)
-    iterations = -(-B * blocks // at_once)
-    # I counts the items of the list, X those of one iteration.
-    items = jnp.arange(iterations * at_once)
-    count_B = -(-lengths_B // T)
-    end_B = jnp.cumsum(count_B)
-    row_I = jnp.sum(items[:, None] >= end_B[None, :], axis=1)
-    row_I = jnp.minimum(row_I, B - 1)
-    block_I = items - (end_B - count_B)[row_I]
-    tokens_I = jnp.where(items < end_B[-1], lengths_B[row_I] - block_I * T, 0)
-    ids_IP = table.reshape(B, blocks, pages).at[row_I, block_I].get(mode="clip")
-
-    def attend_items(i, state):
-        rows_I, ids_XP, tokens_X = (
-            jax.lax.dynamic_slice_in_dim(x, i * at_once, at_once) for x in (row_I, ids_IP, tokens_I)
-        )
-        part = _attend(
-            query_BNH[rows_I],
-            gather_pages(key_pages, ids_XP),
-            gather_pages(value_pages, ids_XP),
-            offsets_T[None, :] < tokens_X[:, None],
-            K,
-            scale,
-        )
-        return tuple(
-            jax.lax.dynamic_update_slice_in_dim(old, new, i * at_once, 0)
-            for old, new in zip(state, part, strict=True)
-        )
-
-    state = (
-        jnp.zeros((iterations * at_once, N, H), jnp.float32),
-        jnp.zeros((iterations * at_once, N), jnp.float32),
-        jnp.full((iterations * at_once, N), MASKED, jnp.float32),
-    )
-    if iterations == 1:
-        outs, totals, tops = attend_items(0, state)
-    else:
-        trips = -(-end_B[-1] // at_once)
-        outs, totals, tops = jax.lax.fori_loop(0, trips, attend_items, state)
-
-    # Combine: block j of row b is item start_b + j; one that is not there weighs nothing.
-    item_BX = (end_B - count_B)[:, None] + jnp.arange(blocks)[None, :]
-    there_BX = jnp.arange(blocks)[None, :] < count_B[:, None]
-    item_BX = jnp.where(there_BX, item_BX, 0)
-    top_BXN = jnp.where(there_BX[:, :, None], tops[item_BX], MASKED)
-    weight_BXN = jnp.exp(top_BXN - jnp.max(top_BXN, axis=1, keepdims=True))
-    weight_BXN = jnp.where(there_BX[:, :, None], weight_BXN, 0.0)
-    total_BN = sum(weight_BXN[:, j] * totals[item_BX[:, j]] for j in range(blocks))
-    out_BNH = sum(weight_BXN[:, j, :, None] * outs[item_BX[:, j]] for j in range(blocks))
-    out_BNH = out_BNH / jnp.where(total_BN > 0, total_BN, 1.0)[:, :, None]
-    return out_BNH.astype(dtype)
+__all__ = ["PAGED_ATTENTION", "paged_attention", "write_pages"]
 
 
 def paged_attention_reference(
@@ -225,44 +24,126 @@ def paged_attention_reference(
     lengths: np.ndarray,
     *,
     scale: float,
+    window: int | None = None,
+    attention_chunk: int | None = None,
 ) -> np.ndarray:
-    """Decode attention in float64, a row at a time."""
-    out_BNH = np.zeros(query.shape, np.float64)
-    for row, tokens in enumerate(lengths):
-        if tokens:
-            out_BNH[row] = attention_reference(
-                query[row],
-                row_tokens(key_pages, page_table[row], tokens),
-                row_tokens(value_pages, page_table[row], tokens),
-                scale,
-            )
-    return out_BNH
+    """Decode attention in float64, a query token at a time."""
+    query_BTNH = query[:, None] if query.ndim == 3 else query
+    out_BTNH = np.zeros(query_BTNH.shape, np.float64)
+    for row, token, first, end in _spans(
+        query, page_table, key_pages, lengths, window, attention_chunk
+    ):
+        out_BTNH[row, token] = attention_reference(
+            query_BTNH[row, token],
+            row_tokens(key_pages, page_table[row], end)[first:],
+            row_tokens(value_pages, page_table[row], end)[first:],
+            scale,
+        )
+    return out_BTNH.reshape(query.shape)
 
 
-def _flops(query, key_pages, value_pages, page_table, lengths, *, scale) -> int:
-    _, N, H = query.shape
-    return int(4 * N * H * np.sum(lengths))
+def _spans(query, page_table, key_pages, lengths, window, attention_chunk):
+    """Row, token, and the first and last + 1 position it sees, of every token that sees any."""
+    tokens = 1 if query.ndim == 3 else query.shape[1]
+    for row, length in enumerate(np.asarray(lengths).tolist()):
+        for token in range(tokens):
+            position = length - tokens + token
+            first = _first(position, window, attention_chunk)
+            end = min(position + 1, page_table.shape[1] * key_pages.shape[1])
+            if position >= 0 and first < end:
+                yield row, token, first, end
 
 
-def _bytes(query, key_pages, value_pages, page_table, lengths, *, scale) -> int:
-    """Each live key and value once, the queries and the outputs."""
+def _first(position: int, window: int | None, attention_chunk: int | None) -> int:
+    """The first position that the token at `position` sees."""
+    first = 0 if window is None else max(position - window + 1, 0)
+    if attention_chunk is None:
+        return first
+    return max(first, position // attention_chunk * attention_chunk)
+
+
+def _flops(
+    query, key_pages, value_pages, page_table, lengths, *, scale, window=None, attention_chunk=None
+) -> int:
+    N, H = query.shape[-2:]
+    spans = _spans(query, page_table, key_pages, lengths, window, attention_chunk)
+    return 4 * N * H * sum(end - first for _, _, first, end in spans)
+
+
+def _bytes(
+    query, key_pages, value_pages, page_table, lengths, *, scale, window=None, attention_chunk=None
+) -> int:
+    """Each key and value that some token of its row sees once, the queries and the outputs."""
     _, _, K, H = key_pages.shape
-    return int((2 * K * H * np.sum(lengths) + 2 * query.size) * query.dtype.itemsize)
+    rows: dict[int, tuple[int, int]] = {}
+    for row, _, first, end in _spans(
+        query, page_table, key_pages, lengths, window, attention_chunk
+    ):
+        low, high = rows.get(row, (first, end))
+        rows[row] = min(low, first), max(high, end)
+    seen = sum(high - low for low, high in rows.values())
+    return int((2 * K * H * seen + 2 * query.size) * query.dtype.itemsize)
 
 
 def _build(
     rng: np.random.Generator,
     dtype: np.dtype,
+    *,
     lengths: tuple[int, ...],
     heads: int,
     kv_heads: int,
     head_dim: int,
     page_size: int,
     width: int,
+    tokens: int | None,
+    static: Mapping[str, Any],
 ) -> dict[str, np.ndarray]:
     paged = build_paged(rng, dtype, np.asarray(lengths), kv_heads, head_dim, page_size, width)
-    query = rng.normal(size=(len(lengths), heads, head_dim)).astype(dtype)
-    return {"query": query, **paged, "lengths": np.asarray(lengths, np.int32)}
+    shape = (heads, head_dim) if tokens is None else (tokens, heads, head_dim)
+    query = rng.normal(size=(len(lengths), *shape)).astype(dtype)
+    lengths_B = np.asarray(lengths, np.int32)
+    for name in ("key_pages", "value_pages"):
+        _poison_unseen(paged[name], paged["page_table"], lengths_B - (tokens or 1), static)
+    return {"query": query, **paged, "lengths": lengths_B}
+
+
+def _poison_unseen(
+    pages_PZKH: np.ndarray,
+    page_table_BW: np.ndarray,
+    positions_B: np.ndarray,
+    static: Mapping[str, Any],
+) -> None:
+    """Writes NaN to what lies before the first position that a row's first token sees."""
+    Z = pages_PZKH.shape[1]
+    for row, position in enumerate(positions_B.tolist()):
+        first = _first(max(position, 0), static.get("window"), static.get("attention_chunk"))
+        for page in page_table_BW[row, : first // Z]:
+            pages_PZKH[page] = np.nan
+        pages_PZKH[page_table_BW[row, first // Z], : first % Z] = np.nan
+
+
+def _build_shapes(
+    rng: np.random.Generator,
+    dtype: np.dtype,
+    *,
+    rows: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    width: int,
+    tokens: int | None,
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """A decode step of a real model: every row may be as long as the table is wide."""
+    shape = (heads, head_dim) if tokens is None else (tokens, heads, head_dim)
+    pool = jax.ShapeDtypeStruct((rows * width + 1, page_size, kv_heads, head_dim), dtype)
+    return {
+        "query": jax.ShapeDtypeStruct((rows, *shape), dtype),
+        "key_pages": pool,
+        "value_pages": pool,
+        "page_table": jax.ShapeDtypeStruct((rows, width), np.int32),
+        "lengths": jax.ShapeDtypeStruct((rows,), np.int32),
+    }
 
 
 def _spec(
@@ -273,6 +154,8 @@ def _spec(
     head_dim: int,
     page_size: int,
     width: int,
+    tokens: int | None = None,
+    **static: int,
 ) -> ArgSpec:
     build = partial(
         _build,
@@ -282,58 +165,122 @@ def _spec(
         head_dim=head_dim,
         page_size=page_size,
         width=width,
+        tokens=tokens,
+        static=static,
     )
-    return ArgSpec(name, build, {"scale": 1 / math.sqrt(head_dim)})
+    return ArgSpec(name, build, {"scale": 1 / math.sqrt(head_dim), **static})
+
+
+def _model(
+    name: str,
+    rows: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    width: int,
+    tokens: int | None = None,
+    **static: int,
+) -> ArgSpec:
+    build = partial(
+        _build_shapes,
+        rows=rows,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        page_size=page_size,
+        width=width,
+        tokens=tokens,
+    )
+    static_ = {"scale": 1 / math.sqrt(head_dim), **static}
+    return ArgSpec(name, build, static_, compile_only=True)
 
 
 ARG_SPECS = (
     _spec("one row", (70,), 9, 3, 64, 16, 8),
     _spec("page borders", (0, 1, 15, 16, 17, 33), 9, 3, 64, 16, 4),
-    _spec("block borders", (127, 128, 129, 0, 256, 257), 9, 3, 64, 16, 20),
-    _spec("ragged batch", (1000, 3, 0, 511, 64, 200, 1, 900), 9, 3, 64, 16, 64),
-    _spec("many heads", (300, 17, 129), 32, 8, 64, 16, 20),
+    _spec("block borders", (127, 128, 129, 0, 256, 257), 3, 1, 64, 16, 20),
+    _spec("ragged batch", (1000, 3, 0, 511, 64, 200, 1, 900), 3, 1, 64, 64, 16),
+    _spec("many heads", (100, 17), 32, 8, 64, 16, 8),
     _spec("one head each", (40, 0, 200), 4, 4, 128, 32, 8),
     _spec("one kv head", (40, 0, 200), 4, 1, 32, 16, 16),
     _spec("page larger than a block", (300, 5), 4, 2, 32, 256, 2),
     _spec("page of three", (10, 200), 4, 2, 32, 3, 70),
+    _spec("page of 24", (50, 1, 300), 5, 1, 128, 24, 13),
+    _spec("page of 128", (128, 0, 257), 16, 1, 128, 128, 3),
+    _spec("window", (500, 30, 0, 101), 6, 2, 64, 16, 34, window=70),
+    _spec("attention chunk", (400, 96, 97, 5), 5, 1, 128, 32, 16, attention_chunk=96),
+    _spec("four tokens", (0, 2, 4, 200, 65), 8, 2, 64, 16, 13, tokens=4),
+    _spec("tokens and window", (290, 66, 3), 3, 1, 128, 16, 20, tokens=3, window=64),
+    _spec(
+        "tokens over a chunk border", (98, 200, 2), 10, 2, 64, 16, 13, tokens=4, attention_chunk=96
+    ),
+    _model("SmolLM2 135M", 32, 9, 3, 64, 16, 128),
+    _model("Llama 3.2 1B", 64, 32, 8, 64, 16, 512),
+    _model("Llama 3.1 8B", 64, 32, 8, 128, 16, 512),
+    _model("Llama 3.1 8B, one long row", 1, 32, 8, 128, 64, 2048),
+    _model("Llama 3.1 70B on 8 devices, 5 tokens", 32, 8, 1, 128, 16, 512, 5),
+    _model("Llama 4 Scout, global", 32, 40, 8, 128, 32, 1024),
+    _model("Llama 4 Scout, chunked", 32, 40, 8, 128, 32, 1024, attention_chunk=8192),
+    _model("128 query heads, 16 a kv head", 16, 128, 8, 128, 128, 64),
 )
 
 PAGED_ATTENTION = Kernel(
     name="paged_attention",
     reference=paged_attention_reference,
-    implementations={"xla": paged_attention_xla},
+    implementations={"xla": paged_attention_xla, "mosaic": paged_attention_mosaic},
     arg_specs=ARG_SPECS,
     tolerance={"float32": 1e-5, "bfloat16": 2e-2},
     flops=_flops,
     bytes=_bytes,
+    unsupported=unsupported,
+    blocks=PagedBlocks,
+    space=SPACE,
 )
 
 
 def paged_attention(
-    query_BNH: jax.Array,
+    query: jax.Array,
     key_pages: jax.Array,
     value_pages: jax.Array,
     page_table_BW: jax.Array,
     lengths_B: jax.Array,
     *,
     scale: float,
+    window: int | None = None,
+    attention_chunk: int | None = None,
     implementation: str | None = None,
+    blocks: PagedBlocks | None = None,
+    interpret: bool = False,
 ) -> jax.Array:
-    """Attention of one query token per row, at position lengths - 1, over the row's pages.
+    """Attention of the last token or tokens of every row over the row's pages.
 
-    Rows of length 0 give zeros. Softmax is float32; weights are rounded to the data's dtype
-    before they meet the values.
+    Of T query tokens, token t sits at position lengths - T + t and sees the positions up to its
+    own: all of them, or the last `window`, its own included, or those of its attention chunk, from
+    position // attention_chunk * attention_chunk on. A token that sees nothing gives zeros. Softmax
+    is float32; weights are rounded to the data's dtype before they meet the values.
 
-    Shapes: query [B, N, H] with query head n on kv head n // (N / K), pages [P, Z, K, H], page
-    table [B, W] int32, lengths [B] int32; the result is [B, N, H].
+    Shapes: query [B, N, H] or [B, T, N, H] with query head n on kv head n // (N / K), pages
+    [P, Z, K, H], page table [B, W] int32, lengths [B] int32, which count the query tokens; the
+    result has the query's shape.
     Layout: heads may be a shard of the model's, query heads with their kv heads.
+    Raises: ValueError for a window or an attention chunk that is not positive.
     """
+    if any(size is not None and size < 1 for size in (window, attention_chunk)):
+        raise ValueError(
+            "expected a positive window and attention chunk, or None, received "
+            f"window={window} and attention_chunk={attention_chunk}"
+        )
     return PAGED_ATTENTION(
-        query_BNH,
+        query,
         key_pages,
         value_pages,
         page_table_BW,
         lengths_B,
         scale=scale,
+        window=window,
+        attention_chunk=attention_chunk,
         implementation=implementation,
+        blocks=blocks,
+        interpret=interpret,
     )

@@ -52,7 +52,10 @@ HOST_ONLY = (
 )
 
 # Nothing else reads the environment.
-ENVIRONMENT_READERS = {"jinfire/fetch.py": "the user's cache directory"}
+ENVIRONMENT_READERS = {
+    "jinfire/fetch.py": "the user's cache directory",
+    "pallas_kernels/toolchain.py": "handed on to a process that uses the GPU",
+}
 
 # Whole scripts for other interpreters, run as programs: they import none of the packages.
 STANDALONE = ROOT / "experiments" / "peers"

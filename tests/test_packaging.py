@@ -12,6 +12,7 @@ ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 RUNTIME = PROJECT["project"]["dependencies"]
 BUILD = PROJECT["dependency-groups"]["build"]
+AOT = PROJECT["dependency-groups"]["aot"]
 DEV = RUNTIME + PROJECT["project"]["optional-dependencies"]["dev"]
 
 
@@ -30,7 +31,10 @@ def locked(name: str) -> dict[str, str]:
     return versions
 
 
-@pytest.mark.parametrize(("name", "wanted"), [("runtime.lock", RUNTIME + BUILD), ("dev.lock", DEV)])
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [("runtime.lock", RUNTIME + BUILD), ("dev.lock", DEV), ("aot.lock", AOT)],
+)
 def test_lock_satisfies_the_project(name: str, wanted: list[str]) -> None:
     versions = locked(name)
     problems = []
@@ -49,5 +53,7 @@ def test_locks_agree() -> None:
 
 def test_jax_is_pinned_once() -> None:
     assert locked("runtime.lock")["jax"] == locked("runtime.lock")["jaxlib"]
+    for plugin in ("jax-cuda13-plugin", "jax-cuda13-pjrt"):
+        assert locked("aot.lock")[plugin] == locked("runtime.lock")["jax"]
     extra = PROJECT["project"]["optional-dependencies"]["cuda12"]
     assert extra == [f"jax[cuda12]=={locked('runtime.lock')['jax']}"]

@@ -1,0 +1,128 @@
+"""What JAX itself has for the operations of `experiments/kernels.py`, to compare speeds with.
+
+A baseline gets the kernel's record, its static arguments and its arrays, and returns a function
+with arguments laid out as it wants them: that is no part of its time. It raises where it has no
+form of the operation.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+with warnings.catch_warnings():
+    # The Triton backend is deprecated; it is what there was before.
+    warnings.simplefilter("ignore")
+    try:
+        from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention as triton_paged
+    except ImportError:
+        triton_paged = None
+
+Arrays = dict[str, jax.Array]
+Call = tuple[Callable[..., Any], Sequence[Any]]
+
+
+def _triton(kernel: Any, static: Any, arrays: Arrays) -> Call:
+    paged_attention = triton_paged
+    if paged_attention is None:
+        raise NotImplementedError("this JAX has no Triton paged attention")
+    if set(static) != {"scale"}:
+        raise NotImplementedError("no window and no attention chunk")
+    pools = [jnp.transpose(arrays[name], (2, 0, 1, 3)) for name in ("key_pages", "value_pages")]
+    query = (arrays["query"] * static["scale"]).astype(arrays["query"].dtype)
+    pages = arrays["page_table"].shape[1]
+    splits = math.gcd(16, pages)
+    options = {
+        "k_splits": splits,
+        "pages_per_compute_block": math.gcd(8, pages // splits),
+        "interpret": jax.default_backend() == "cpu",
+    }
+    return (
+        lambda *args: paged_attention(*args, **options),
+        (query, *pools, arrays["page_table"], arrays["lengths"]),
+    )
+
+
+def _contiguous(arrays: Arrays) -> list[jax.Array]:
+    """Keys and values without pages: [B, S, K, H]."""
+    table = arrays["page_table"]
+    return [
+        arrays[name][table].reshape(table.shape[0], -1, *arrays[name].shape[2:])
+        for name in ("key_pages", "value_pages")
+    ]
+
+
+def _dense_attention(implementation: Any) -> Callable[[Any, Any, Arrays], Call]:
+    def make(kernel: Any, static: Any, arrays: Arrays) -> Call:
+        if set(static) != {"scale"}:
+            raise NotImplementedError("no attention chunk")
+        prefill = "starts" in arrays
+        if prefill and np.asarray(arrays["starts"]).any():
+            raise NotImplementedError("no causal mask behind a prefix")
+        query = arrays["query"] if prefill else arrays["query"][:, None]
+
+        def call(query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array):
+            return jax.nn.dot_product_attention(
+                query,
+                key,
+                value,
+                scale=static["scale"],
+                is_causal=prefill,
+                key_value_seq_lengths=lengths,
+                query_seq_lengths=lengths if prefill else jnp.ones_like(lengths),
+                implementation=implementation,
+            )
+
+        return call, (query, *_contiguous(arrays), arrays["lengths"])
+
+    return make
+
+
+def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.dot(x, y, preferred_element_type=jnp.float32).astype(x.dtype)
+
+
+def _ragged(x: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
+    return jax.lax.ragged_dot(x, weights, sizes, preferred_element_type=jnp.float32).astype(x.dtype)
+
+
+def _ragged_dot(kernel: Any, static: Any, arrays: Arrays) -> Call:
+    weights_EDF = jnp.swapaxes(arrays["weights"], 1, 2)
+    return _ragged, (arrays["x"], weights_EDF, arrays["group_sizes"])
+
+
+def _bfloat16_matmul(kernel: Any, static: Any, arrays: Arrays) -> Call:
+    """The weights as the kernel's own product with the identity gives them."""
+    identity = jnp.eye(arrays["x"].shape[1], dtype=arrays["x"].dtype)
+    weights_DF = kernel(identity, arrays["weights"], arrays["scales"], implementation="xla")
+    return _dot, (arrays["x"], weights_DF)
+
+
+def _bfloat16_ragged_dot(kernel: Any, static: Any, arrays: Arrays) -> Call:
+    x, weights = arrays["x"], arrays["weights"]
+    identity = jnp.eye(x.shape[1], dtype=x.dtype)
+    whole = jnp.full(1, x.shape[1], jnp.int32)
+    unpack = jax.jit(lambda w, s: kernel(identity, w[None], s[None], whole, implementation="xla"))
+    pairs = zip(weights, arrays["scales"], strict=True)
+    weights_EDF = jnp.stack([unpack(w, s) for w, s in pairs])
+    return _ragged, (x, weights_EDF, arrays["group_sizes"])
+
+
+BASELINES: dict[str, dict[str, Callable[[Any, Any, Arrays], Call]]] = {
+    "paged_attention": {
+        "JAX Triton paged_attention": _triton,
+        "dot_product_attention cudnn, no pages": _dense_attention("cudnn"),
+        "dot_product_attention xla, no pages": _dense_attention("xla"),
+    },
+    "prefill_attention": {
+        "dot_product_attention cudnn, no pages": _dense_attention("cudnn"),
+        "dot_product_attention xla, no pages": _dense_attention("xla"),
+    },
+    "grouped_matmul": {"jax.lax.ragged_dot": _ragged_dot},
+    "int4_matmul": {"bfloat16 matmul": _bfloat16_matmul},
+    "grouped_int4_matmul": {"jax.lax.ragged_dot in bfloat16": _bfloat16_ragged_dot},
+}
