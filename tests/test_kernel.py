@@ -255,12 +255,13 @@ def test_tuned_blocks_reach_the_kernel(tuned: None, on_h200: None) -> None:
     assert float(TOY(jnp.ones((16, 128)), implementation="mosaic")[0, 0]) == 2 * 16
 
 
-@pytest.mark.parametrize("path", sorted(kernel_module.TUNED.glob("*.json")), ids=lambda p: p.stem)
-def test_committed_block_sizes_fit_the_kernels(path: Path) -> None:
-    for name, entries in json.loads(path.read_text(encoding="utf-8"))["kernels"].items():
-        for entry in entries:
-            assert KERNELS[name].blocks(**entry["blocks"]) is not None
-            assert len(entry["shapes"]) == len(KERNELS[name].arg_specs[0].shapes())
+def test_committed_block_sizes_fit_the_kernels() -> None:
+    """Of every device that was tuned for; none has been so far."""
+    for path in kernel_module.TUNED.glob("*.json"):
+        for name, entries in json.loads(path.read_text(encoding="utf-8"))["kernels"].items():
+            for entry in entries:
+                assert KERNELS[name].blocks(**entry["blocks"]) is not None
+                assert len(entry["shapes"]) == len(KERNELS[name].arg_specs[0].shapes())
 
 
 def test_names_of_devices() -> None:
