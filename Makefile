@@ -112,9 +112,13 @@ resources: install-aot
 	@$(BIN)/python -m pallas_kernels.aot --update
 	@$(BIN)/python tests/gpu_steps.py
 
-# On a machine with a GPU: right, how fast, and how fast others. PYTHON names its interpreter.
+# On a machine with a GPU: right, how fast, and how fast others. PYTHON names its interpreter, RESULTS the
+# folder of the rows; COMMIT is `git describe --always --abbrev=40 --dirty` of a copy without .git.
+RESULTS ?=
+COMMIT ?=
+
 gpu-check:
-	@$${PYTHON:-python3} -m experiments.kernels
+	@$${PYTHON:-python3} -m experiments.kernels $(if $(RESULTS),--results "$(RESULTS)") $(if $(COMMIT),--commit "$(COMMIT)")
 
 gpu-check-dry: install
 	@$(BIN)/python -m experiments.kernels --interpret --smoke

@@ -8,6 +8,7 @@ form of the operation.
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -26,7 +27,8 @@ Arrays = dict[str, jax.Array]
 Call = tuple[Callable[..., Any], Sequence[Any]]
 
 
-def _triton(kernel: Any, static: Any, arrays: Arrays) -> Call:
+def _triton(block_tokens: int, kernel: Any, static: Any, arrays: Arrays) -> Call:
+    """At most so many tokens in a block, which must divide what a split of a row has."""
     paged_attention = triton_paged
     if paged_attention is None:
         raise NotImplementedError("this JAX has no Triton paged attention")
@@ -36,9 +38,10 @@ def _triton(kernel: Any, static: Any, arrays: Arrays) -> Call:
     query = (arrays["query"] * static["scale"]).astype(arrays["query"].dtype)
     pages = arrays["page_table"].shape[1]
     splits = math.gcd(16, pages)
+    block_pages = max(1, block_tokens // arrays["key_pages"].shape[1])
     options = {
         "k_splits": splits,
-        "pages_per_compute_block": math.gcd(8, pages // splits),
+        "pages_per_compute_block": math.gcd(block_pages, pages // splits),
         "interpret": jax.default_backend() == "cpu",
     }
     return (
@@ -64,20 +67,28 @@ def _dense_attention(implementation: Any) -> Callable[[Any, Any, Arrays], Call]:
         if prefill and np.asarray(arrays["starts"]).any():
             raise NotImplementedError("no causal mask behind a prefix")
         query = arrays["query"] if prefill else arrays["query"][:, None]
+        key, value = _contiguous(arrays)
+        arguments = [query, key, value]
+        # Lengths cost time, and full rows need none.
+        if (np.asarray(arrays["lengths"]) != key.shape[1]).any():
+            arguments.append(arrays["lengths"])
 
-        def call(query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array):
+        def call(query: jax.Array, key: jax.Array, value: jax.Array, *lengths: jax.Array):
+            options = {}
+            if lengths:
+                options["key_value_seq_lengths"] = lengths[0]
+                options["query_seq_lengths"] = lengths[0] if prefill else jnp.ones_like(lengths[0])
             return jax.nn.dot_product_attention(
                 query,
                 key,
                 value,
                 scale=static["scale"],
                 is_causal=prefill,
-                key_value_seq_lengths=lengths,
-                query_seq_lengths=lengths if prefill else jnp.ones_like(lengths),
                 implementation=implementation,
+                **options,
             )
 
-        return call, (query, *_contiguous(arrays), arrays["lengths"])
+        return call, arguments
 
     return make
 
@@ -95,26 +106,32 @@ def _ragged_dot(kernel: Any, static: Any, arrays: Arrays) -> Call:
     return _ragged, (arrays["x"], weights_EDF, arrays["group_sizes"])
 
 
+@partial(jax.jit, static_argnums=0)
+def _unpacked(kernel: Any, weights: jax.Array, scales: jax.Array) -> jax.Array:
+    """The weights [D, F] as the kernel's own product with the identity gives them.
+
+    A grouped kernel gets those of one expert, with a leading axis of one.
+    """
+    width = 8 * weights.shape[-1]
+    sizes = [jnp.full(1, width, jnp.int32)] if weights.ndim == 3 else []
+    identity = jnp.eye(width, dtype=scales.dtype)
+    return kernel(identity, weights, scales, *sizes, implementation="xla")
+
+
 def _bfloat16_matmul(kernel: Any, static: Any, arrays: Arrays) -> Call:
-    """The weights as the kernel's own product with the identity gives them."""
-    identity = jnp.eye(arrays["x"].shape[1], dtype=arrays["x"].dtype)
-    weights_DF = kernel(identity, arrays["weights"], arrays["scales"], implementation="xla")
-    return _dot, (arrays["x"], weights_DF)
+    return _dot, (arrays["x"], _unpacked(kernel, arrays["weights"], arrays["scales"]))
 
 
 def _bfloat16_ragged_dot(kernel: Any, static: Any, arrays: Arrays) -> Call:
-    x, weights = arrays["x"], arrays["weights"]
-    identity = jnp.eye(x.shape[1], dtype=x.dtype)
-    whole = jnp.full(1, x.shape[1], jnp.int32)
-    unpack = jax.jit(lambda w, s: kernel(identity, w[None], s[None], whole, implementation="xla"))
-    pairs = zip(weights, arrays["scales"], strict=True)
-    weights_EDF = jnp.stack([unpack(w, s) for w, s in pairs])
-    return _ragged, (x, weights_EDF, arrays["group_sizes"])
+    pairs = zip(arrays["weights"], arrays["scales"], strict=True)
+    weights_EDF = jnp.stack([_unpacked(kernel, w[None], s[None]) for w, s in pairs])
+    return _ragged, (arrays["x"], weights_EDF, arrays["group_sizes"])
 
 
 BASELINES: dict[str, dict[str, Callable[[Any, Any, Arrays], Call]]] = {
     "paged_attention": {
-        "JAX Triton paged_attention": _triton,
+        "JAX Triton paged_attention, 64 tokens": partial(_triton, 64),
+        "JAX Triton paged_attention, 128 tokens": partial(_triton, 128),
         "dot_product_attention cudnn, no pages": _dense_attention("cudnn"),
         "dot_product_attention xla, no pages": _dense_attention("xla"),
     },

@@ -3,22 +3,24 @@
     python -m experiments.kernels                        # on a GPU (make gpu-check)
     python -m experiments.kernels --interpret --smoke    # toy sizes on a CPU, to try this program
 
-Needs nothing but Python, JAX, NumPy and this checkout: no network, no installation. Every row is
-written as soon as it is measured, and one that fails holds the error: nothing measured is lost.
-Rows append to kernels_<device>.jsonl, and the table beside it is made from the newest of each.
+Needs nothing but Python, JAX, NumPy and this checkout: no network, no installation. Every kernel
+runs in a process of its own, and every row is written as soon as it is measured: what hangs, fails
+or spoils the device costs its own row and no other. Rows append to kernels_<device>.jsonl, and the
+table beside it is made from the newest of each.
 """
 
 import argparse
-import datetime as dt
+import dataclasses
+import functools
 import itertools
 import json
 import math
+import os
 import pathlib
-import platform
 import sys
+import tempfile
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,9 +30,24 @@ import ml_dtypes
 import numpy as np
 from jax.experimental import serialize_executable, topologies
 
+from experiments import kernel_processes
 from experiments.baselines import BASELINES, Arrays, Call
-from experiments.harness import RESULTS, SMOKE_RESULTS, git_state, median, plain, read_rows
-from experiments.tables import Cell, Table, markdown, number
+from experiments.harness import RESULTS, SMOKE_RESULTS, median, plain, read_rows
+from experiments.kernel_report import (
+    NO_TIME,
+    Report,
+    Row,
+    described_commit,
+    failed,
+    identity,
+    newest,
+    now,
+    provenance,
+    run_rows,
+    table,
+    title,
+)
+from experiments.tables import markdown
 from pallas_kernels import (
     KERNELS,
     SMOKE_WORKLOADS,
@@ -41,212 +58,175 @@ from pallas_kernels import (
     seconds_per_call,
 )
 
-Row = dict[str, Any]
-
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 REPEATS = 20
 
 # Of the largest value: two bfloat16 results, each within its kernel's tolerance of the true one.
 AGREEMENT = 4e-2
 
-# A table of every row is made anew, so older rows of the same thing drop out of it.
-IDENTITY = ("part", "kernel", "workload", "dtype", "implementation")
+# Processes for one kernel: another one goes on behind the row that ended the last.
+PROCESSES = 4
+
+# What a process may take beyond its time for the row that it is at; less is worth no start.
+GRACE_S = 20
+
+# Parts of a run that are no kernel.
+DEVICE, ABSENT = "device", "absent"
 
 
-class Report:
-    """Rows on disk and on the terminal."""
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """One row to come: what identifies it, and how the rest is measured."""
 
-    def __init__(self, path: pathlib.Path, common: Row) -> None:
-        self.path = path
-        self.failures: list[str] = []
-        self._common = common
-        path.parent.mkdir(parents=True, exist_ok=True)
-
-    def add(self, row: Row) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(plain({**self._common, **row}), sort_keys=True) + "\n")
-        shown = {k: v for k, v in row.items() if k != "trace"}
-        print(json.dumps(plain(shown)), flush=True)
-
-    def attempt(self, row: Row, measure: Callable[[], Row], required: bool) -> None:
-        """`row` with what `measure` returns, or with its error; a required one fails the run."""
-        start = time.perf_counter()
-        try:
-            row = {**row, **measure()}
-        except Exception as error:  # noqa: BLE001 - one failure must not lose the other rows
-            text = f"{type(error).__name__}: {error}"[:500]
-            row = {**row, "error": text, "trace": traceback.format_exc()[-2000:]}
-        # Two forms of our own must agree; what others compute is only written down.
-        wrong = row.get("right") is False or (
-            row.get("implementation") == "xla" and row.get("agrees") is False
-        )
-        if wrong or (required and "error" in row):
-            self.failures.append(" / ".join(str(row[k]) for k in IDENTITY if k in row))
-        self.add({**row, "wall_s": time.perf_counter() - start})
+    row: Row
+    measure: Callable[[], Row]
 
 
 # -- right or not
 
 
-def check(report: Report, kernels: Sequence[Kernel], interpret: bool, deadline: float) -> None:
-    """Every kernel over every argument set that runs, against its float64 reference.
-
-    Kernels take turns, so that little time is enough to see something of each.
-    """
-    for dtype in DTYPES:
-        sets = [[s for s in kernel.arg_specs if not s.compile_only] for kernel in kernels]
-        turns = itertools.zip_longest(*sets)
-        for kernel, spec in ((k, s) for turn in turns for k, s in zip(kernels, turn, strict=True)):
-            if spec is None:
-                continue
-            row = {"part": "check", "kernel": kernel.name, "workload": spec.name, "dtype": dtype}
-            if time.perf_counter() > deadline:
-                report.add({**row, "skipped": "no time left"})
-            else:
-                report.attempt(row, partial(_error, kernel, spec, dtype, interpret), True)
+def checks(kernel: Kernel, args: argparse.Namespace) -> Iterator[Task]:
+    """The kernel over every argument set that runs, against its float64 reference."""
+    sets = [spec for spec in kernel.arg_specs if not spec.compile_only]
+    for dtype, spec in itertools.product(DTYPES, sets[:1] if args.smoke else sets):
+        shapes = spec.shapes(DTYPES[dtype]).values()
+        options = _own(kernel, shapes, spec.static, args.interpret)
+        row = {"part": "check", "kernel": kernel.name, "workload": spec.name, "dtype": dtype}
+        row["implementation"] = _own_name(kernel, shapes, spec.static, options)
+        yield Task(row | {"required": True}, partial(_error, kernel, spec, dtype, options))
 
 
-def _error(kernel: Kernel, spec: Any, dtype: str, interpret: bool) -> Row:
+def _error(kernel: Kernel, spec: Any, dtype: str, options: Row) -> Row:
     arrays = spec.make(7, DTYPES[dtype])
     want = kernel.reference(**arrays, **spec.static)
-    options = _own(kernel, arrays.values(), spec.static, interpret)
     call = jax.jit(lambda *args: kernel(*args, **options, **spec.static))
     # By default a GPU rounds float32 to TF32 before it multiplies.
     with jax.default_matmul_precision("highest" if dtype == "float32" else None):
         got = np.asarray(call(*arrays.values())).astype(np.float64)
-    error = float(np.abs(got - want).max() / np.abs(want).max())
+    # Where nothing but zeros is right, nothing else is tolerated.
+    largest = max(np.abs(want).max(initial=0), np.finfo(np.float32).tiny)
+    error = float(np.abs(got - want).max(initial=0) / largest)
     right = error <= kernel.tolerance[dtype] and not got[want == 0].any()
-    used = options.get("implementation") or _dispatched(kernel, arrays.values(), spec.static)
-    return {"implementation": used, "relative_error": error, "right": bool(right)}
+    return {"relative_error": error, "right": bool(right)}
 
 
-def _own(kernel: Kernel, arguments: Any, static: Any, interpret: bool) -> dict[str, Any]:
+def _own(kernel: Kernel, arguments: Iterable[Any], static: Any, interpret: bool) -> Row:
     """How the own kernel is called: by dispatch, or interpreted where a CPU has to do."""
     if interpret and kernel.refusal(*arguments, **static) is None:
         return {"implementation": "mosaic", "interpret": True}
     return {}
 
 
-def _dispatched(kernel: Kernel, arguments: Any, static: Any) -> str:
+def _own_name(kernel: Kernel, arguments: Iterable[Any], static: Any, options: Row) -> str:
+    """The form that a call with these options takes."""
     on_gpu = jax.default_backend() == "gpu"
-    return "mosaic" if on_gpu and kernel.refusal(*arguments, **static) is None else "xla"
+    dispatched = on_gpu and kernel.refusal(*arguments, **static) is None
+    return options.get("implementation") or ("mosaic" if dispatched else "xla")
 
 
 # -- how fast
 
 
-def peaks(report: Report, smoke: bool) -> Row:
-    """Copy bandwidth and dense bfloat16 rate of this device, measured as the kernels are."""
+def peaks(report: Report, smoke: bool) -> Iterator[Row]:
+    """Copy bandwidth and dense bfloat16 rate of this device, as far as they are measured."""
     found: Row = {}
     size, width = (2**20, 256) if smoke else (2**30, 8192)
-    limit = 2 if smoke else REPEATS
+    timed = partial(seconds_per_call, repeats=2 if smoke else REPEATS, warm_s=0.2)
 
     def copy() -> Row:
         buffers = [(jnp.full(size // 2, i, jnp.bfloat16),) for i in range(3)]
-        seconds = median(seconds_per_call(lambda x: x + x, buffers, limit))
+        seconds = median(timed(lambda x: x + x, buffers).seconds)
         found["copy_bytes_per_s"] = 2 * size / seconds.value
         return {"seconds": seconds, "bytes_per_s": found["copy_bytes_per_s"]}
 
     def multiply() -> Row:
-        keys = jax.random.split(jax.random.key(0), 4)
+        keys = jax.random.split(jax.random.key(0, impl="rbg"), 4)
         sides = [jax.random.normal(k, (width, width), jnp.bfloat16) for k in keys]
         buffers = [(sides[0], sides[1]), (sides[2], sides[3])]
-        seconds = median(seconds_per_call(_dot, buffers, limit))
+        seconds = median(timed(_dot, buffers).seconds)
         found["dense_flops"] = 2 * width**3 / seconds.value
         return {"seconds": seconds, "flops_per_s": found["dense_flops"]}
 
-    report.attempt({"part": "peak", "workload": "copy"}, copy, True)
-    report.attempt({"part": "peak", "workload": "bfloat16 matmul"}, multiply, True)
-    return found
+    for name, measure in (("copy", copy), ("bfloat16 matmul", multiply)):
+        report.attempt({"part": "peak", "workload": name, "required": True}, measure)
+        yield dict(found)
 
 
 def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.dot(x, y, preferred_element_type=jnp.float32).astype(jnp.bfloat16)
 
 
-def measure(
-    report: Report, workloads: Sequence[Workload], device: Row, args: argparse.Namespace
-) -> None:
-    """Every workload through the own kernel, its XLA form, and what else JAX has."""
-    repeats = 2 if args.smoke else REPEATS
-    deadline = args.started + args.budget_s
-    for workload in workloads:
-        row = {"part": "speed", "kernel": workload.kernel, "workload": workload.name}
-        row["dtype"] = "bfloat16"
-        try:
-            buffers = workload.buffers(1 if args.interpret else 8)
-            counts = _counts(workload, buffers[0])
-            calls = list(contenders(workload, buffers[0], args.interpret))
-            answer = _answer(calls[0][1](buffers[0]))
-        except Exception as error:  # noqa: BLE001 - as above
-            report.attempt(row, partial(_raise, error), True)
-            continue
-        for name, make, required in calls:
-            row["implementation"] = name
-            if time.perf_counter() > deadline:
-                report.add({**row, "skipped": "no time left"})
-            else:
-                report.attempt(
-                    row, partial(_speed, make, buffers, answer, counts, device, repeats), required
-                )
+@dataclasses.dataclass
+class Bench:
+    """A workload's data and the first answer that anything gave to it."""
+
+    workload: Workload
+    args: argparse.Namespace
+    device: Row
+    answer: np.ndarray | None = None
+    answered_by: str = ""
+
+    @functools.cached_property
+    def buffers(self) -> list[Arrays]:
+        return self.workload.buffers(1 if self.args.interpret else 8)
+
+    @functools.cached_property
+    def counts(self) -> tuple[int, int]:
+        """Least bytes and operations."""
+        kernel, arguments = KERNELS[self.workload.kernel], counted(self.buffers[0])
+        static = self.workload.static
+        return kernel.bytes(**arguments, **static), kernel.flops(**arguments, **static)
+
+    def speed(self, name: str, make: Callable[[Arrays], Call]) -> Row:
+        num_bytes, flops = self.counts
+        calls = [make(arrays) for arrays in self.buffers]
+        repeats = 2 if self.args.smoke else REPEATS
+        timing = seconds_per_call(calls[0][0], [tuple(c[1]) for c in calls], repeats)
+        got = np.asarray(timing.result).astype(np.float32)
+        if self.answer is None:
+            self.answer, self.answered_by = got, name
+        difference = np.abs(got.reshape(self.answer.shape) - self.answer).max()
+        relative = float(difference / max(np.abs(self.answer).max(), np.finfo(np.float32).tiny))
+        seconds = median(timing.seconds)
+        copy = self.device.get("copy_bytes_per_s", math.nan)
+        dense = self.device.get("dense_flops", math.nan)
+        return {
+            "seconds": seconds,
+            "dispatch_s": timing.dispatch_s,
+            "compared_with": self.answered_by,
+            "difference": relative,
+            "agrees": relative <= AGREEMENT,
+            "repeats": repeats,
+            "buffers": len(calls),
+            "bytes": num_bytes,
+            "flops": flops,
+            "bytes_per_s": num_bytes / seconds.value,
+            "flops_per_s": flops / seconds.value,
+            "of_copy": num_bytes / seconds.value / copy,
+            "of_dense": flops / seconds.value / dense,
+        }
 
 
-def _raise(error: Exception) -> Row:
-    raise error
-
-
-def _answer(call: Call) -> np.ndarray:
-    return np.asarray(jax.jit(call[0])(*call[1])).astype(np.float32)
-
-
-def _counts(workload: Workload, arrays: Arrays) -> tuple[int, int]:
-    """Least bytes and operations."""
-    kernel, arguments = KERNELS[workload.kernel], counted(arrays)
-    return (
-        kernel.bytes(**arguments, **workload.static),
-        kernel.flops(**arguments, **workload.static),
-    )
-
-
-def _speed(
-    make: Callable[[Arrays], Call],
-    buffers: Sequence[Arrays],
-    answer: np.ndarray,
-    counts: tuple[int, int],
-    device: Row,
-    repeats: int,
-) -> Row:
-    calls = [make(arrays) for arrays in buffers]
-    function = calls[0][0]
-    difference = np.abs(_answer(calls[0]).reshape(answer.shape) - answer).max()
-    relative = float(difference / np.abs(answer).max())
-    seconds = median(seconds_per_call(function, [tuple(c[1]) for c in calls], repeats))
-    num_bytes, flops = counts
-    copy = device.get("copy_bytes_per_s", math.nan)
-    dense = device.get("dense_flops", math.nan)
-    return {
-        "seconds": seconds,
-        "difference": relative,
-        "agrees": relative <= AGREEMENT,
-        "repeats": repeats,
-        "buffers": len(buffers),
-        "bytes": num_bytes,
-        "flops": flops,
-        "bytes_per_s": num_bytes / seconds.value,
-        "flops_per_s": flops / seconds.value,
-        "of_copy": num_bytes / seconds.value / copy,
-        "of_dense": flops / seconds.value / dense,
-    }
+def speeds(workloads: Sequence[Workload], device: Row, args: argparse.Namespace) -> Iterator[Task]:
+    """The own forms of all workloads, then their XLA forms, then what else JAX has."""
+    benches = [Bench(workload, args, device) for workload in workloads]
+    rounds = [list(contenders(bench, args.interpret)) for bench in benches]
+    for place in range(max(map(len, rounds), default=0)):
+        for bench, turns in zip(benches, rounds, strict=True):
+            for name, make, required in turns[place : place + 1]:
+                row = {"part": "speed", "kernel": bench.workload.kernel, "dtype": "bfloat16"}
+                row |= {"workload": bench.workload.name, "implementation": name}
+                yield Task(row | {"required": required}, partial(bench.speed, name, make))
 
 
 def contenders(
-    workload: Workload, arrays: Arrays, interpret: bool
+    bench: Bench, interpret: bool
 ) -> Iterator[tuple[str, Callable[[Arrays], Call], bool]]:
     """Name, how to call it on arrays, and whether the run fails with it."""
-    kernel, static = KERNELS[workload.kernel], workload.static
-    options = _own(kernel, arrays.values(), static, interpret)
-    refused = kernel.refusal(*arrays.values(), **static)
-    own = options.get("implementation") or _dispatched(kernel, arrays.values(), static)
+    kernel, static = KERNELS[bench.workload.kernel], bench.workload.static
+    shapes = bench.workload.shapes().values()
+    options = _own(kernel, shapes, static, interpret)
+    own = _own_name(kernel, shapes, static, options)
 
     def dispatch(arrays: Arrays) -> Call:
         return lambda *args: kernel(*args, **options, **static), tuple(arrays.values())
@@ -258,7 +238,7 @@ def contenders(
         )
 
     yield own, dispatch, True
-    if own != "xla" and refused is None:
+    if own != "xla":
         yield "xla", xla, False
     for name, baseline in BASELINES.get(kernel.name, {}).items():
         yield name, partial(baseline, kernel, static), False
@@ -285,54 +265,163 @@ def absent_executable(workload: Workload) -> Row:
     return {"payload_bytes": len(payload), "right": bool(np.array_equal(got, want))}
 
 
-# -- the table
+# -- the process of one part
 
 
-def newest(rows: Sequence[Row]) -> list[Row]:
-    """The last row of each thing measured, in the order in which they first came."""
-    found: dict[tuple, Row] = {}
-    for row in rows:
-        found[tuple(row.get(key) for key in IDENTITY)] = row
-    return list(found.values())
-
-
-def table(rows: Sequence[Row]) -> Table:
-    """Speeds; what was not measured says why."""
-    rows = newest(rows)
-    lines = []
-    for row in rows:
-        if row["part"] != "speed":
+def child(args: argparse.Namespace) -> int:
+    """Exit status: 0 where every row was written, `DEVICE_LOST` where the device is no more."""
+    # Half the time for being right: a kernel that is wrong needs no speed.
+    half = (time.time() + args.until) / 2
+    common = provenance(args)
+    slug = "_".join(common["device"].lower().split())
+    report = Report(_folder(args) / f"kernels_{slug}.jsonl", common)
+    if args.part == DEVICE:
+        _hand_over(args, DEVICE, {"common": common, "path": str(report.path)})
+        for found in peaks(report, args.smoke):
+            _hand_over(args, DEVICE, {"common": common, "path": str(report.path), "peaks": found})
+        return 0
+    tasks = list(_tasks(args))
+    _hand_over(args, args.part, [task.row for task in tasks])
+    done = {identity(row) for row in run_rows(report.path, args.run)}
+    for task in tasks:
+        if identity(task.row) in done:
             continue
-        texts = [row["kernel"], row["workload"], row.get("implementation", "")]
-        if "seconds" in row:
-            scaled = (
-                row["seconds"]["value"] * 1e6,
-                row["bytes_per_s"] / 1e9,
-                100 * row["of_copy"] if row["of_copy"] is not None else None,
-                row["flops_per_s"] / 1e12,
-                100 * row["of_dense"] if row["of_dense"] is not None else None,
-            )
-            texts += [number(value) for value in scaled]
-        else:
-            reason = row.get("skipped") or row.get("error", "")
-            texts += [reason.splitlines()[0][:60] if reason else "–", "–", "–", "–", "–"]
-        lines.append(tuple(map(Cell, texts)))
-    checks = [row for row in rows if row["part"] == "check" and "right" in row]
-    wrong = sum(not row["right"] for row in checks)
-    device = rows[-1]["device"] if rows else "no device"
-    return Table(
-        caption=f"Kernels on {device}",
-        columns=(
-            *("Kernel", "Workload", "Implementation", "µs", "GB/s", "% of copy"),
-            *("TFLOP/s", "% of dense"),
-        ),
-        rows=tuple(lines),
-        notes=(
-            f"{len(checks)} argument sets checked against float64, {wrong} wrong.",
-            "Median of the repeats; least bytes and operations of the operation over its time.",
-        ),
-        numeric=frozenset(range(3, 8)),
+        if time.time() >= (half if task.row["part"] == "check" else args.until):
+            report.add({**task.row, "skipped": NO_TIME})
+        elif not report.attempt(task.row, task.measure) and not _device_answers():
+            # Nothing that this process does from here on can succeed, its own end included.
+            sys.stdout.flush()
+            os._exit(kernel_processes.DEVICE_LOST)
+    return 0
+
+
+def _tasks(args: argparse.Namespace) -> Iterator[Task]:
+    workloads = SMOKE_WORKLOADS if args.smoke else WORKLOADS
+    if args.part == ABSENT:
+        workload = workloads[0]
+        row = {"part": "absent executable", "kernel": workload.kernel, "workload": workload.name}
+        yield Task(row, partial(absent_executable, workload))
+        return
+    device = json.loads(_handed(args, DEVICE).read_text(encoding="utf-8")).get("peaks", {})
+    yield from checks(KERNELS[args.part], args)
+    yield from speeds([w for w in workloads if w.kernel == args.part], device, args)
+
+
+def _device_answers() -> bool:
+    """Whether the device still computes: an illegal access is an error of all that follows."""
+    try:
+        jax.block_until_ready(jnp.ones(8) + 1)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _handed(args: argparse.Namespace, part: str) -> pathlib.Path:
+    return args.handover / f"{part}.json"
+
+
+def _hand_over(args: argparse.Namespace, part: str, value: Any) -> None:
+    new = _handed(args, part).with_suffix(".new")
+    new.write_text(json.dumps(plain(value)), encoding="utf-8")
+    new.replace(_handed(args, part))
+
+
+# -- the process that starts the others
+
+
+def parent(args: argparse.Namespace) -> int:
+    """Exit status: 0, or 1 where a kernel is wrong or does not run.
+
+    It leaves the device alone: the memory is the children's.
+    """
+    end = time.time() + args.budget_s
+    args.before, assembler = kernel_processes.with_assembler(
+        kernel_processes.packages_cuda(), kernel_processes.system_cuda()
     )
+    print(assembler, flush=True)
+    names = args.only or list(KERNELS)
+    with tempfile.TemporaryDirectory() as folder:
+        args.handover = pathlib.Path(folder)
+        # The first to start reads all of JAX from a disk that nobody has read before.
+        first = argparse.Namespace(**{**vars(args), "stall_s": 3 * args.stall_s})
+        problem = _start(first, DEVICE, time.time() + 3 * args.stall_s)
+        if not _handed(args, DEVICE).exists():
+            print(f"failed: no device: {problem}", file=sys.stderr)
+            return 1
+        device = json.loads(_handed(args, DEVICE).read_text(encoding="utf-8"))
+        if device["common"]["platform"] != "gpu" and not (args.interpret or args.smoke):
+            print(f"failed: no GPU: JAX found {device['common']['device']}", file=sys.stderr)
+            return 1
+        report = Report(pathlib.Path(device["path"]), device["common"])
+        if problem:
+            report.add({"part": "peak", "required": True, "error": problem})
+        shares = {name: _share(name, args) for name in names}
+        for place, name in enumerate(names):
+            now_s = time.time()
+            share = shares[name] / sum(shares[n] for n in names[place:])
+            _run_part(args, name, report, now_s + share * (end - now_s))
+        if device["common"]["platform"] == "gpu":
+            _run_part(args, ABSENT, report, end)
+    text = markdown(table(read_rows(report.path)))
+    report.path.with_suffix(".md").write_text(text, encoding="utf-8")
+    print(text)
+    failures = [row for row in newest(run_rows(report.path, args.run)) if failed(row)]
+    for row in failures:
+        print(f"failed: {title(row)}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def _share(name: str, args: argparse.Namespace) -> int:
+    """How much of the time a kernel gets: rows of a workload take longer than argument sets."""
+    specs = sum(not spec.compile_only for spec in KERNELS[name].arg_specs)
+    workloads = SMOKE_WORKLOADS if args.smoke else WORKLOADS
+    return len(DTYPES) * specs + 4 * sum(w.kernel == name for w in workloads)
+
+
+def _run_part(args: argparse.Namespace, part: str, report: Report, until: float) -> None:
+    """All rows of a part. What ends its process is an error; another one goes on behind it."""
+    row = {"part": "check", "kernel": part, "required": part in KERNELS}
+    if until - time.time() < GRACE_S:
+        report.add({**row, "skipped": NO_TIME})
+        return
+    for attempt in range(1, PROCESSES + 1):
+        problem = _start(args, part, until)
+        if not _handed(args, part).exists():
+            report.add({**row, "error": problem or "ended without a word"})
+            return
+        planned = json.loads(_handed(args, part).read_text(encoding="utf-8"))
+        done = {identity(row) for row in run_rows(report.path, args.run)}
+        missing = [row for row in planned if identity(row) not in done]
+        if not missing:
+            return
+        # Where the device was lost, the row that lost it is written already.
+        if problem != kernel_processes.LOST:
+            report.add({**missing.pop(0), "error": problem or "ended early"})
+        if attempt == PROCESSES or until - time.time() < GRACE_S:
+            for row in missing:
+                report.add({**row, "skipped": NO_TIME if attempt < PROCESSES else "given up"})
+            return
+
+
+def _start(args: argparse.Namespace, part: str, until: float) -> str | None:
+    """Runs a part's process to its end, and says what was wrong with that."""
+    folder = _folder(args)
+
+    def progress() -> list[tuple[str, int]]:
+        files = [*folder.glob("kernels_*.jsonl"), *args.handover.glob("*.json")]
+        return sorted((path.name, path.stat().st_size) for path in files)
+
+    limit_s = until - time.time() + GRACE_S
+    command = child_command(args, part, until)
+    return kernel_processes.supervise(command, progress, limit_s, args.stall_s)
+
+
+def child_command(args: argparse.Namespace, part: str, until: float) -> list[str]:
+    flags = [f"--{name}" for name in ("interpret", "smoke") if getattr(args, name)]
+    options = {"part": part, "until": until, "handover": args.handover, "run": args.run}
+    options |= {"commit": args.commit, "results": _folder(args).resolve()}
+    texts = [f"--{name}={value}" for name, value in options.items()]
+    return [*args.before, sys.executable, "-m", "experiments.kernels", *flags, *texts]
 
 
 # -- the command
@@ -345,65 +434,30 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--smoke", action="store_true", help="toy sizes, rows kept apart")
     top.add_argument("--only", action="append", choices=sorted(KERNELS), metavar="KERNEL")
     top.add_argument("--results", type=pathlib.Path, help="folder of the rows")
+    top.add_argument(
+        "--commit",
+        help="what `git describe --always --abbrev=40 --dirty` says, where .git did not come along",
+    )
     top.add_argument("--budget-s", type=float, default=420, help="start nothing new after this")
+    top.add_argument("--stall-s", type=float, help="longest wait for one row: 30, interpreted 300")
+    # From the process that starts the others.
+    top.add_argument("--part", help=argparse.SUPPRESS)
+    top.add_argument("--until", type=float, default=math.inf, help=argparse.SUPPRESS)
+    top.add_argument("--handover", type=pathlib.Path, help=argparse.SUPPRESS)
+    top.add_argument("--run", help=argparse.SUPPRESS)
     return top
 
 
-def provenance(args: argparse.Namespace) -> Row:
-    commit, dirty = git_state()
-    return {
-        "experiment": "kernels",
-        "kind": "measured",
-        "device": jax.devices()[0].device_kind,
-        "platform": jax.default_backend(),
-        "commit": commit,
-        "dirty": dirty,
-        "smoke": args.smoke,
-        "interpret": args.interpret,
-        "versions": {
-            "python": platform.python_version(),
-            "jax": jax.__version__,
-            "numpy": np.__version__,
-        },
-        "time": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
-    }
+def _folder(args: argparse.Namespace) -> pathlib.Path:
+    return args.results or (SMOKE_RESULTS if args.smoke else RESULTS)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0, or 1 where a kernel is wrong or does not run."""
     args = parser().parse_args(arguments)
-    args.started = time.perf_counter()
-    common = provenance(args)
-    slug = "_".join(common["device"].lower().split())
-    folder = args.results or (SMOKE_RESULTS if args.smoke else RESULTS)
-    report = Report(folder / f"kernels_{slug}.jsonl", common)
-    names = args.only or list(KERNELS)
-    workloads = [w for w in (SMOKE_WORKLOADS if args.smoke else WORKLOADS) if w.kernel in names]
-    device = peaks(report, args.smoke)
-    # Half the time for being right: a kernel that is wrong needs no speed.
-    half = args.started + args.budget_s / 2
-    kernels = [KERNELS[name] for name in names]
-    if args.smoke:
-        kernels = [_first_specs(kernel) for kernel in kernels]
-    check(report, kernels, args.interpret, half)
-    measure(report, workloads, device, args)
-    if common["platform"] == "gpu":
-        for workload in workloads[:1]:
-            row = {"part": "absent executable", "kernel": workload.kernel}
-            row["workload"] = workload.name
-            report.attempt(row, partial(absent_executable, workload), False)
-    text = markdown(table(read_rows(report.path)))
-    report.path.with_suffix(".md").write_text(text, encoding="utf-8")
-    print(text)
-    for failure in report.failures:
-        print(f"failed: {failure}", file=sys.stderr)
-    return 1 if report.failures else 0
-
-
-def _first_specs(kernel: Kernel) -> Kernel:
-    """The kernel with its first argument set alone."""
-    runnable = [spec for spec in kernel.arg_specs if not spec.compile_only]
-    return Kernel(**{**vars(kernel), "arg_specs": tuple(runnable[:1])})
+    args.commit = args.commit or described_commit()
+    args.run = args.run or now()
+    args.stall_s = args.stall_s or (300 if args.interpret else 30)
+    return child(args) if args.part else parent(args)
 
 
 if __name__ == "__main__":

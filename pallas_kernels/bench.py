@@ -6,6 +6,7 @@ NaN, with all rows alike, so that the least bytes and operations are plain to co
 
 import dataclasses
 import math
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -21,6 +22,9 @@ MAX_BUFFERS = 8
 
 # A timed repeat lasts this long at least: what it costs to start a program shows less.
 REPEAT_S = 2e-3
+
+# Calls before the first that is timed: a GPU that was idle raises its clocks in the meantime.
+WARM_S = 0.02
 
 Arrays = dict[str, jax.Array]
 
@@ -38,20 +42,25 @@ class Workload:
         """Shapes of the arrays, which are not made."""
         names: list[str] = []
 
-        def values(key: jax.Array) -> list[jax.Array]:
-            arrays = self.make(key)
+        def values() -> list[jax.Array]:
+            arrays = self.make(_key(0))
             # Traced functions return dicts in the order of the keys' names.
             names[:] = arrays
             return list(arrays.values())
 
-        return dict(zip(names, jax.eval_shape(values, jax.random.key(0)), strict=True))
+        return dict(zip(names, jax.eval_shape(values), strict=True))
 
     def buffers(self, limit: int = MAX_BUFFERS) -> list[Arrays]:
         """Argument sets to rotate: at least two where `limit` allows it."""
-        first = self.make(jax.random.key(0))
+        first = self.make(_key(0))
         size = sum(x.nbytes for x in first.values())
         count = min(limit, MAX_BUFFERS, max(2, math.ceil(ROTATED_BYTES / size)))
-        return [first, *(self.make(jax.random.key(i)) for i in range(1, count))]
+        return [first, *(self.make(_key(i)) for i in range(1, count))]
+
+
+def _key(seed: int) -> jax.Array:
+    """A key of the generator that compiles in no time, which counts at dozens of shapes."""
+    return jax.random.key(seed, impl="rbg")
 
 
 def counted(arrays: Arrays) -> dict[str, Any]:
@@ -62,26 +71,56 @@ def counted(arrays: Arrays) -> dict[str, Any]:
     }
 
 
-def seconds_per_call(
-    function: Callable[..., Any], buffers: Sequence[Sequence[Any]], repeats: int = 20
-) -> list[float]:
-    """Seconds of one call, once for every repeat.
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Seconds of one call, once for every repeat, and what the first call returned.
 
-    One program calls the function on all buffers in turn, so that one start of a program serves
-    many calls.
+    `dispatch_s` is what the host takes to start a call. Where it is near the whole, the device
+    waits for the host, and the time says little about it.
     """
-    program = jax.jit(lambda buffers: [function(*arguments) for arguments in buffers])
-    jax.block_until_ready(program(buffers))
 
-    def run(times: int) -> float:
+    seconds: list[float]
+    dispatch_s: float
+    result: Any
+
+
+def seconds_per_call(
+    function: Callable[..., Any],
+    buffers: Sequence[Sequence[Any]],
+    repeats: int = 20,
+    warm_s: float = WARM_S,
+) -> Timing:
+    """How long one call takes, and what it returns: one program serves both.
+
+    The program calls the function on all buffers in turn, so that one start of a program serves
+    many calls. The function is traced and lowered once for all of them.
+    """
+    once = jax.jit(function)
+    program = jax.jit(lambda buffers: [once(*arguments) for arguments in buffers])
+    result = jax.block_until_ready(program(buffers))[0]
+
+    def run(times: int) -> tuple[float, float]:
+        """Seconds until the device is done, and until the host has started everything."""
+        results = None
         start = time.perf_counter()
-        results = [program(buffers) for _ in range(times)]
-        jax.block_until_ready(results[-1])
-        return time.perf_counter() - start
+        for _ in range(times):
+            results = program(buffers)
+        started = time.perf_counter() - start
+        jax.block_until_ready(results)
+        return time.perf_counter() - start, started
 
-    times = max(1, min(64, math.ceil(REPEAT_S / run(1))))
-    run(times)
-    return [run(times) / times / len(buffers) for _ in range(repeats)]
+    start = time.perf_counter()
+    fastest = run(1)[0]
+    while time.perf_counter() - start < warm_s:
+        fastest = min(fastest, run(1)[0])
+    times = max(1, min(64, math.ceil(REPEAT_S / fastest)))
+    calls = times * len(buffers)
+    runs = [run(times) for _ in range(repeats)]
+    return Timing(
+        seconds=[whole / calls for whole, _ in runs],
+        dispatch_s=statistics.median(started for _, started in runs) / calls,
+        result=result,
+    )
 
 
 def _normal(key: jax.Array, *shape: int) -> jax.Array:

@@ -92,6 +92,8 @@ ARG_SPECS = (
     _model_spec("Mixtral 8x7B up, decode", 64, 8, 14336, 4096),
     _model_spec("Mixtral 8x7B down, decode", 64, 8, 4096, 14336),
     _model_spec("Mixtral 8x7B up, prefill", 8192, 8, 14336, 4096),
+    _model_spec("two experts, prefill of 128", 128, 2, 4096, 4096),
+    _model_spec("two experts, parts of the sum", 128, 2, 1024, 4096),
     _model_spec("Qwen3 30B-A3B up, one row", 8, 128, 768, 2048),
     _model_spec("Qwen3 30B-A3B down, decode", 512, 128, 2048, 768),
     _model_spec("Qwen3 30B-A3B up, prefill", 32768, 128, 768, 2048),

@@ -15,6 +15,10 @@ from pallas_kernels.grouped_matmul_xla import RowTiles, num_tiles, row_tiles, ti
 NUM_SMS = 132  # streaming multiprocessors of a chip
 SHARED_BYTES = 226 * 1024  # that a block of threads may use on one, less its barriers
 
+# Rows of a tile of swizzled shared memory. TMA views x in the same tiles and bounds rows within
+# one: a copy that started between them would bring zeros in place of rows of the next.
+ALIGN = 8
+
 
 @dataclasses.dataclass(frozen=True)
 class GroupedBlocks:
@@ -38,22 +42,26 @@ class GroupedBlocks:
         # Large tiles feed the tensor cores from fewer loads and have an SM for themselves. Small
         # ones share it by twos: one loads while the other begins or ends.
         large = rows >= 64
-        features = self.features or (256 if large else 128)
-        alone = large or self.warpgroups > 2
-        free_bytes = SHARED_BYTES // (1 if alone else 2) - rows * features * self._out_bytes()
-        slots = free_bytes // self._slot_bytes(rows, features)
+        # Wide tiles have to fill half the chip: narrow ones do before the sum is split.
+        wide = large and row_tiles * pl.cdiv(F, 256) > NUM_SMS // 2
+        features = self.features or (256 if wide else 64 * self.warpgroups)
         tiles = row_tiles * pl.cdiv(F, features)
-        splits = min(NUM_SMS // tiles, pl.cdiv(D, self.depth) // 4)
+        splits = self.splits or max(1, min(NUM_SMS // tiles, pl.cdiv(D, self.depth) // 4))
+        alone = large or self.warpgroups > 2
+        out_bytes = rows * features * self._out_bytes(splits)
+        free_bytes = SHARED_BYTES // (1 if alone else 2) - out_bytes
+        slots = free_bytes // self._slot_bytes(rows, features)
         return dataclasses.replace(
             self,
             rows=rows,
             features=features,
             slots=self.slots or max(2, min(8, slots)),
-            splits=self.splits or max(1, splits),
+            splits=splits,
         )
 
-    def _out_bytes(self) -> int:
-        return 2
+    def _out_bytes(self, splits: int) -> int:
+        """Bytes of a value of the output in shared memory: parts of a sum are float32."""
+        return 2 if splits == 1 else 4
 
     def _slot_bytes(self, rows: int, features: int) -> int:
         return (rows + features) * self.depth * 2
@@ -157,8 +165,9 @@ def multiply_tiles(
 
     A block of threads makes the transposed tile [features, rows]: weights are the M operand of
     WGMMA, which comes in 64s, and rows of x the N operand, of which 8 will do. So a decode step
-    pads little, and the same code serves prefill with 128 rows. A tile may start at any row (TMA
-    does not mind); rows of other groups in it are multiplied in vain and not stored.
+    pads little, and the same code serves prefill with 128 rows. A tile may start at any row, but
+    x is loaded from the last multiple of `ALIGN` on: rows of other groups, before and behind the
+    tile's own, are multiplied in vain and not stored.
 
     One warpgroup copies weights and rows of the next `slots` steps of depth into shared memory by
     TMA, as slots become free. The others, each with its part of the features, multiply what has
@@ -188,13 +197,18 @@ def multiply_tiles(
 
     kernel = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((blocks.splits, M, F), plan.part_dtype),
+        # With all features of the last tile: the store of a contiguous piece, such as one row, is
+        # bounded by the end of the array only, and would run over F into the next row.
+        out_type=jax.ShapeDtypeStruct(
+            (blocks.splits, M, plan.feature_tiles * blocks.features), plan.part_dtype
+        ),
         grid=(blocks.splits, plan.row_tiles * plan.feature_tiles),
         grid_names=("split", "tile"),
         num_threads=blocks.warpgroups + 1,
         thread_name="warpgroup",
         kernel_name=name,
-        # Layouts are all explicit here; inference of them refuses a copy that starts at any row.
+        # Layouts are all explicit here; inference of them refuses a copy to tiles of 8 rows whose
+        # start it cannot prove to be a multiple of 8.
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret or None,
         scratch_types=[
@@ -205,14 +219,14 @@ def multiply_tiles(
             *form.buffers,
         ],
     )
-    # TMA views x in tiles of 8 rows; beyond the last one it reads zeros.
-    padded_x = jnp.pad(x_MD, ((0, -M % 8), (0, 0)))
+    # TMA views x in whole tiles of rows; beyond the last one it reads zeros.
+    padded_x = jnp.pad(x_MD, ((0, -M % ALIGN), (0, 0)))
     parts = kernel(tiles.group, tiles.start, tiles.rows, padded_x, *weights)
     # In this order, whatever the compiler likes: results must not move with the program around.
     total = parts[0]
     for i in range(1, blocks.splits):
         total = total + parts[i]
-    return total.astype(out_dtype)
+    return total[:, :F].astype(out_dtype)
 
 
 def _multiply_tile(plan: _Plan, tile_refs, x_ref, weight_refs, out_ref, shared: _Shared) -> None:
@@ -225,6 +239,7 @@ def _multiply_tile(plan: _Plan, tile_refs, x_ref, weight_refs, out_ref, shared: 
     tile, feature_tile = plgpu.planar_snake(jax.lax.axis_index("tile"), shape, 0, 4)
     group, start, rows = (ref[tile] for ref in tile_refs)
     first_feature = feature_tile * blocks.features
+    skip = jax.lax.rem(start, ALIGN)
     in_group = group < plan.groups
 
     @pl.when((rows > 0) & in_group & (warpgroup == blocks.warpgroups))
@@ -233,7 +248,7 @@ def _multiply_tile(plan: _Plan, tile_refs, x_ref, weight_refs, out_ref, shared: 
         first_column = split * plan.steps * blocks.depth
 
         def load(column, slot, full) -> None:
-            source = x_ref.at[pl.ds(start, blocks.rows), pl.ds(column, blocks.depth)]
+            source = x_ref.at[pl.ds(start - skip, blocks.rows), pl.ds(column, blocks.depth)]
             plgpu.copy_gmem_to_smem(source, shared.x.at[slot], full)
             plan.form.load(weight_refs, shared.weights, full, group, features, column, slot)
 
@@ -250,7 +265,7 @@ def _multiply_tile(plan: _Plan, tile_refs, x_ref, weight_refs, out_ref, shared: 
         )
         features = pl.ds(first_feature + offset, plan.own_features)
         target = out_ref.at[split, :, features]
-        _store_rows(plan, shared.out.at[warpgroup], target, sums_FN, start, rows)
+        _store_rows(plan, shared.out.at[warpgroup], target, sums_FN, start, skip, rows)
 
 
 def _fill_slots(plan: _Plan, shared: _Shared, first_column, load: Callable[..., None]) -> None:
@@ -289,8 +304,8 @@ def _sum_slots(plan: _Plan, shared: _Shared, own: pl.Slice, steps, acc) -> jax.A
     return acc[...]
 
 
-def _store_rows(plan: _Plan, buffer, target, sums_FN: jax.Array, start, rows) -> None:
-    """Stores the tile's own rows, through shared memory to turn them."""
+def _store_rows(plan: _Plan, buffer, target, sums_FN: jax.Array, start, skip, rows) -> None:
+    """Stores the tile's own rows, behind those to skip, through shared memory to turn them."""
     if plan.part_dtype == jnp.float32:
         # Pairs of columns, in which the sums lie, cannot be stored as a row of 32-bit values.
         sums_FN = plgpu.layout_cast(sums_FN, plgpu.Layout._WGMMA_ACC_32BIT)
@@ -303,7 +318,7 @@ def _store_rows(plan: _Plan, buffer, target, sums_FN: jax.Array, start, rows) ->
         @pl.when((rows & count) > 0)
         def _(done=done, count=count) -> None:
             own = target.at[pl.ds(start + done, count)]
-            plgpu.copy_smem_to_gmem(buffer.at[pl.ds(done, count)], own)
+            plgpu.copy_smem_to_gmem(buffer.at[pl.ds(skip + done, count)], own)
 
         done = done + (rows & count)
     plgpu.wait_smem_to_gmem(0)
@@ -326,11 +341,11 @@ def grouped_matmul_mosaic(
     M, D = x_MD.shape
     E, F, _ = weights_EFD.shape
     rows = blocks.rows or tile_rows(M, E)
-    blocks = blocks.resolved(rows, num_tiles(M, E, rows), F, D)
+    blocks = blocks.resolved(rows, num_tiles(M, E, rows, ALIGN), F, D)
     return multiply_tiles(
         x_MD,
         [weights_EFD],
-        row_tiles(group_sizes_E, M, rows),
+        row_tiles(group_sizes_E, M, rows, ALIGN),
         groups=E,
         F=F,
         form=dense_tiles(blocks),

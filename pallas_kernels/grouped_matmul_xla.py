@@ -23,8 +23,11 @@ class RowTiles:
     rows: jax.Array
 
 
-def row_tiles(group_sizes_E: jax.Array, num_rows: int, tile: int) -> RowTiles:
+def row_tiles(group_sizes_E: jax.Array, num_rows: int, tile: int, align: int = 1) -> RowTiles:
     """The rows cut into tiles of at most `tile` rows of one group each.
+
+    `align` divides `tile`. Groups are cut at its multiples only, so the rows of a tile lie in the
+    `tile` rows from the last multiple at or before its start on.
 
     Sums over a triangle or a comparison stand for cumulative sums and searches: they fuse into
     few launches, and E is small.
@@ -36,22 +39,28 @@ def row_tiles(group_sizes_E: jax.Array, num_rows: int, tile: int) -> RowTiles:
     end = jnp.minimum(jnp.sum(jnp.where(upto, sizes[None, :], 0), axis=1), num_rows)
     end = jnp.where(jnp.arange(E + 1) == E, num_rows, end)
     start = jnp.pad(end[:-1], (1, 0))
-    count = -(-(end - start) // tile)
+    first = start // align * align
+    count = jnp.where(end > start, -(-(end - first) // tile), 0)
     last_tile = jnp.sum(jnp.where(upto, count[None, :], 0), axis=1)
-    index = jnp.arange(num_tiles(num_rows, E, tile), dtype=jnp.int32)
+    index = jnp.arange(num_tiles(num_rows, E, tile, align), dtype=jnp.int32)
     group = jnp.sum(index[:, None] >= last_tile[None, :], axis=1, dtype=jnp.int32)
     # Behind the last tile there is no group: the last one, and none of its rows.
     group = jnp.minimum(group, E)
-    first_row = start[group] + (index - (last_tile - count)[group]) * tile
-    rows = jnp.clip(end[group] - first_row, 0, tile)
-    return RowTiles(group, jnp.minimum(first_row, num_rows), rows)
+    first_row = first[group] + (index - (last_tile - count)[group]) * tile
+    tile_start = jnp.maximum(first_row, start[group])
+    rows = jnp.clip(jnp.minimum(first_row + tile, end[group]) - tile_start, 0, tile)
+    return RowTiles(group, jnp.minimum(tile_start, num_rows), rows)
 
 
-def num_tiles(num_rows: int, groups: int, tile: int) -> int:
-    """The most tiles that the rows can need: s rows of a group, or the tail, take at most
-    (s + tile - 1) / tile of them."""
+def num_tiles(num_rows: int, groups: int, tile: int, align: int = 1) -> int:
+    """A bound on the tiles that the rows can need.
+
+    A group, or the tail, whose rows touch b blocks of `align` rows takes at most
+    (b + per_tile - 1) / per_tile tiles. Neighbours may share a block, which counts for both.
+    """
     nonempty = min(groups + 1, num_rows)
-    return (num_rows + nonempty * (tile - 1)) // tile
+    per_tile = tile // align
+    return (-(-num_rows // align) - 1 + nonempty * per_tile) // per_tile
 
 
 def whole_tiles(num_rows: int, tile: int) -> RowTiles:

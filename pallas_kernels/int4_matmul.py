@@ -16,6 +16,7 @@ from jaxlib.mlir.dialects import vector
 
 from pallas_kernels.grouped_matmul import build_rows, grouped_matmul_reference
 from pallas_kernels.grouped_matmul_mosaic import (
+    ALIGN,
     GroupedBlocks,
     WeightTiles,
     multiply_tiles,
@@ -84,7 +85,7 @@ class Int4Blocks(GroupedBlocks):
     features: int = 128
     depth: int = 128
 
-    def _out_bytes(self) -> int:
+    def _out_bytes(self, splits: int) -> int:
         return 4
 
     def _slot_bytes(self, rows: int, features: int) -> int:
@@ -247,8 +248,8 @@ def grouped_int4_matmul_mosaic(
     M, D = x_MD.shape
     E, F, _ = weights_EFW.shape
     rows = blocks.rows or tile_rows(M, E)
-    tiled = blocks.resolved(rows, num_tiles(M, E, rows), F, D)
-    tiles = row_tiles(group_sizes_E, M, rows)
+    tiled = blocks.resolved(rows, num_tiles(M, E, rows, ALIGN), F, D)
+    tiles = row_tiles(group_sizes_E, M, rows, ALIGN)
     return multiply_int4_tiles(
         x_MD, weights_EFW, scales_EGF, tiles, tiled, interpret, "grouped_int4_matmul"
     )

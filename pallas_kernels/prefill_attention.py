@@ -70,7 +70,10 @@ def _unsupported(
     attention_chunk: int | None = None,
 ) -> str | None:
     """Why the Mosaic form does not take these arguments; None where it does."""
-    _, Z, _, H = key_pages.shape
+    P, Z, _, H = key_pages.shape
+    if P < 2:
+        # TMA drops a dimension of one, and with it the page id that means "read nothing".
+        return "expected a pool of more than the null page"
     if any(x.dtype != jnp.bfloat16 for x in (query, key_pages, value_pages)):
         return f"expected bfloat16, received {query.dtype} queries over {key_pages.dtype} pages"
     if H not in (64, 128):

@@ -7,12 +7,14 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_matmul import GROUPED_MATMUL, grouped_matmul
-from pallas_kernels.grouped_matmul_mosaic import GroupedBlocks, grouped_matmul_mosaic
+from pallas_kernels.grouped_matmul_mosaic import ALIGN, GroupedBlocks, grouped_matmul_mosaic
 from pallas_kernels.grouped_matmul_xla import num_tiles, row_tiles, tile_rows, whole_tiles
-from pallas_kernels.kernel import ArgSpec
+from pallas_kernels.int4_matmul import GROUPED_INT4_MATMUL
+from pallas_kernels.kernel import ArgSpec, Kernel
 
 INTERPRET = plgpu.InterpretGPUParams()
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
@@ -74,30 +76,108 @@ def test_row_ignores_its_batch_mates(implementation: str) -> None:
     assert not got[4:].any()
 
 
-@pytest.mark.parametrize("tile", [8, 32])
-@pytest.mark.parametrize(
-    "sizes", [(3, 0, 17, 1, 4), (0, 0, 0), (40,), (8, 8, 24), (0, 40), (1,) * 40, (39, 0)]
-)
-def test_tiles_cover_every_row_once(sizes: tuple[int, ...], tile: int) -> None:
-    tiles = row_tiles(jnp.asarray(sizes, jnp.int32), 40, tile)
-    owner = np.concatenate([np.repeat(np.arange(len(sizes)), sizes), np.full(40, len(sizes))])[:40]
-    covered = np.zeros(40, int)
-    for group, start, rows in zip(tiles.group, tiles.start, tiles.rows, strict=True):
-        assert 0 <= rows <= tile
+def assert_tiles_cover(
+    tiles: list[np.ndarray], sizes: tuple[int, ...], num_rows: int, tile: int, align: int
+) -> None:
+    """Every row is in one tile, which is of its group and in the rows that the kernel loads."""
+    owner = np.repeat(np.arange(len(sizes) + 1), [*sizes, num_rows - sum(sizes)])
+    covered = np.zeros(num_rows, int)
+    for group, start, rows in zip(*tiles, strict=True):
+        assert rows >= 0
+        assert start % align + rows <= tile
         own = slice(int(start), int(start + rows))
         assert (owner[own] == group).all()
         covered[own] += 1
     np.testing.assert_array_equal(covered, 1)
     # Needed tiles come first, so that a kernel's last ones have nothing to do.
-    assert (np.diff((np.asarray(tiles.rows) > 0).astype(int)) <= 0).all()
-    assert len(tiles.rows) == num_tiles(40, len(sizes), tile)
+    assert (np.diff((tiles[2] > 0).astype(int)) <= 0).all()
+    assert len(tiles[2]) == num_tiles(num_rows, len(sizes), tile, align)
 
 
+@pytest.mark.parametrize("align", [1, ALIGN])
+@pytest.mark.parametrize("tile", [8, 32])
+@pytest.mark.parametrize(
+    "sizes", [(3, 0, 17, 1, 4), (0, 0, 0), (40,), (8, 8, 24), (0, 40), (1,) * 40, (39, 0)]
+)
+def test_tiles_cover_every_row_once(sizes: tuple[int, ...], tile: int, align: int) -> None:
+    tiles = row_tiles(jnp.asarray(sizes, jnp.int32), 40, tile, align)
+    listed = [np.asarray(x) for x in (tiles.group, tiles.start, tiles.rows)]
+    assert_tiles_cover(listed, sizes, 40, tile, align)
+
+
+@pytest.mark.parametrize("align", [1, ALIGN])
+@pytest.mark.parametrize(
+    ("num_rows", "groups", "tile"),
+    [(1, 3, 8), (9, 2, 8), (40, 5, 8), (67, 4, 16), (64, 20, 8), (150, 3, 32), (300, 2, 128)],
+)
+def test_list_is_long_enough_for_any_sizes(
+    num_rows: int, groups: int, tile: int, align: int
+) -> None:
+    """Borders anywhere, and one row around as many as possible, which needs the most tiles."""
+    rng = np.random.default_rng(0)
+    ends = np.sort(rng.integers(0, num_rows + 1, size=(200, groups)), axis=1)
+    astride = np.minimum(tile * np.arange(groups) + 1, num_rows)
+    ends = np.concatenate([ends, astride[None, :]]).astype(np.int32)
+    sizes = np.diff(ends, axis=1, prepend=0)
+
+    def listed(sizes: jax.Array) -> list[jax.Array]:
+        tiles = row_tiles(sizes, num_rows, tile, align)
+        return [tiles.group, tiles.start, tiles.rows]
+
+    columns = [np.asarray(x) for x in jax.jit(jax.vmap(listed))(sizes)]
+    for i, own_sizes in enumerate(sizes.tolist()):
+        assert_tiles_cover([x[i] for x in columns], own_sizes, num_rows, tile, align)
+
+
+@pytest.mark.parametrize("align", [1, ALIGN])
 @pytest.mark.parametrize("sizes", [(50, 3), (3, 2**31 - 1), (-4, 2)])
-def test_sizes_that_do_not_fit_stay_inside_the_rows(sizes: tuple[int, ...]) -> None:
-    tiles = row_tiles(jnp.asarray(sizes, jnp.int32), 20, 8)
+def test_sizes_that_do_not_fit_stay_inside_the_rows(sizes: tuple[int, ...], align: int) -> None:
+    tiles = row_tiles(jnp.asarray(sizes, jnp.int32), 20, 8, align)
     start, rows = np.asarray(tiles.start), np.asarray(tiles.rows)
     assert ((start >= 0) & (rows >= 0) & (start + rows <= 20)).all()
+
+
+@pytest.mark.parametrize(
+    ("kernel", "name"),
+    [
+        (GROUPED_MATMUL, "ragged with a tail"),
+        (GROUPED_MATMUL, "one row each"),
+        (GROUPED_INT4_MATMUL, "groups of several tiles"),
+    ],
+    ids=["dense, rows", "dense, features", "int4"],
+)
+def test_copies_ask_nothing_that_a_gpu_refuses(
+    kernel: Kernel, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What interpret mode allows, and TMA does not.
+
+    A load to swizzled memory moves whole tiles of 8 rows: here it starts at one, whatever it is
+    asked for. A store of a single row knows no bound but the end of the array: here rows have
+    to end where tiles of features do.
+    """
+    spec = next(spec for spec in kernel.arg_specs if spec.name == name)
+    arrays = spec.make(1, ml_dtypes.bfloat16)
+    stored_widths = set()
+    copy_in, copy_out = plgpu.copy_gmem_to_smem, plgpu.copy_smem_to_gmem
+
+    def load(source, target, barrier) -> None:
+        *outer, rows, columns = source.transforms[-1].indices
+        if rows.size % ALIGN == 0:  # not scales, which are not swizzled
+            rows = pl.ds(rows.start - jax.lax.rem(rows.start, ALIGN), rows.size)
+        copy_in(source.ref.at[*outer, rows, columns], target, barrier)
+
+    def store(source, target) -> None:
+        stored_widths.add(target.ref.shape[-1])
+        copy_out(source, target)
+
+    monkeypatch.setattr(plgpu, "copy_gmem_to_smem", load)
+    monkeypatch.setattr(plgpu, "copy_smem_to_gmem", store)
+    got = jax.jit(partial(kernel, implementation="mosaic", interpret=True))(*arrays.values())
+    want = kernel.reference(**arrays)
+    assert got.shape == want.shape
+    assert worst_error(got, want) <= 1e-2
+    assert stored_widths
+    assert not any(width % 128 for width in stored_widths)
 
 
 def test_tiles_of_one_group() -> None:
@@ -119,6 +199,29 @@ def test_default_blocks_fit_an_sm() -> None:
         used = blocks.rows * blocks.features * 2
         used += blocks.slots * (blocks.rows + blocks.features) * blocks.depth * 2
         assert used + 1024 <= 227 * 1024 // (1 if rows >= 64 else 2)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "groups", "F"), [(128, 2, 4096), (128, 2, 1024), (64, 1, 512), (8, 4, 256)]
+)
+@pytest.mark.parametrize("forced", [{}, {"splits": 2}, {"features": 256}, {"warpgroups": 4}])
+def test_few_tiles_fit_an_sm(num_rows: int, groups: int, F: int, forced: dict[str, int]) -> None:
+    """Parts of a sum are twice as large in shared memory."""
+    rows = tile_rows(num_rows, groups)
+    tiles = num_tiles(num_rows, groups, rows, ALIGN)
+    blocks = GroupedBlocks(**forced).resolved(rows, tiles, F, 4096)
+    out_bytes = blocks.rows * blocks.features * (4 if blocks.splits > 1 else 2)
+    slot_bytes = (blocks.rows + blocks.features) * blocks.depth * 2
+    assert out_bytes + blocks.slots * slot_bytes + 1024 <= 227 * 1024
+    assert blocks.features >= 64 * blocks.warpgroups  # as few as WGMMA takes
+
+
+def test_narrow_tiles_come_before_splits() -> None:
+    def chosen(F: int) -> tuple[int, int]:
+        blocks = GroupedBlocks().resolved(128, row_tiles=3, F=F, D=4096)
+        return blocks.features, blocks.splits
+
+    assert [chosen(F) for F in (14336, 4096, 1024)] == [(256, 1), (128, 1), (128, 5)]
 
 
 def test_splits_fill_the_chip_and_leave_work_to_each() -> None:

@@ -165,6 +165,9 @@ def test_what_mosaic_does_not_take() -> None:
         "scale": {"scale": 0.0},
     }.items():
         assert reason in refusal(**wrong)
+    arrays = make([0], [1], 8)
+    null_page = {name: arrays[name][:1] for name in ("key_pages", "value_pages")}
+    assert "null page" in KERNEL.refusal(*(arrays | null_page).values(), scale=1.0)
 
 
 def test_counts_follow_the_limits() -> None:
