@@ -9,6 +9,7 @@ of each). A row *stands* while its config is still asked for and its sources are
 import ast
 import dataclasses
 import datetime as dt
+import fnmatch
 import hashlib
 import importlib.metadata
 import itertools
@@ -35,6 +36,15 @@ RESAMPLES = 2000
 
 # No change of these moves a row: the command line, and how a model file comes to this machine.
 NOT_SOURCES = ("jinfire/cli", "jinfire/cli.py", "jinfire/__main__.py", "jinfire/fetch.py")
+
+# What only a GPU runs, and what only builds and measures kernels. A row measured on other devices
+# stands whatever changes in it.
+GPU_SOURCES = (
+    "pallas_kernels/*_mosaic.py",
+    "pallas_kernels/*_tiles.py",
+    "pallas_kernels/*_plan.py",
+    *(f"pallas_kernels/{name}.py" for name in ("aot", "bench", "toolchain", "tuning")),
+)
 
 # Written by the harness itself: changes there do not make a tree dirty.
 OUTPUTS = ("experiments/results", "paper/tables", "paper/figures")
@@ -195,12 +205,22 @@ def paired_ratio(
 # -- provenance
 
 
-def source_hash(paths: Sequence[str], root: pathlib.Path = ROOT) -> str:
-    """Sha256 of what Python sees of these files and folders: no comments, no docstrings."""
+def sources_of(experiment: Experiment, device_kind: str) -> str:
+    """Hash of what an experiment runs on a kind of device: a CPU runs no GPU kernel."""
+    return source_hash(experiment.sources, skip=GPU_SOURCES if device_kind == "cpu" else ())
+
+
+def source_hash(paths: Sequence[str], root: pathlib.Path = ROOT, skip: Sequence[str] = ()) -> str:
+    """Sha256 of what Python sees of these files and folders: no comments, no docstrings.
+
+    Files that match a pattern of `skip` are left out.
+    """
     digest = hashlib.sha256()
     for path in sorted(_python_files(paths, root)):
         name = path.relative_to(root).as_posix()
-        if any(name == skip or name.startswith(f"{skip}/") for skip in NOT_SOURCES):
+        if any(name == other or name.startswith(f"{other}/") for other in NOT_SOURCES):
+            continue
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in skip):
             continue
         digest.update(f"{name}\n{_code(path.read_text(encoding='utf-8'))}\n".encode())
     return digest.hexdigest()
@@ -301,7 +321,7 @@ def make_row(experiment: Experiment, measured: Measured, wall_s: float, smoke: b
             "notes": measured.notes,
             "commit": commit,
             "dirty": dirty,
-            "source_hash": source_hash(experiment.sources),
+            "source_hash": sources_of(experiment, devices[0].device_kind),
             "versions": versions(),
             "device": {"kind": devices[0].device_kind, "count": len(devices)},
             "cpu": {"model": cpu_model(), "cores": os.cpu_count()},
@@ -377,14 +397,18 @@ def unfinished(
     A row of the same config and the same sources stands, and needs no new run. A dirty row stands
     only while the tree is dirty: the first clean run replaces it.
     """
-    sources = source_hash(experiment.sources)
     _, dirty = git_state()
     standing = {
-        row["config_hash"]
-        for row in rows
-        if row["source_hash"] == sources and (dirty or not row["dirty"])
+        row["config_hash"] for row in _current(experiment, rows) if dirty or not row["dirty"]
     }
     return [c for c in configs if config_hash(experiment.name, c) not in standing]
+
+
+def _current(experiment: Experiment, rows: Sequence[Row]) -> list[Row]:
+    """The rows whose sources are unchanged."""
+    kinds = {row["device"]["kind"] for row in rows}
+    hashes = {kind: sources_of(experiment, kind) for kind in kinds}
+    return [row for row in rows if row["source_hash"] == hashes[row["device"]["kind"]]]
 
 
 def problems(
@@ -394,7 +418,7 @@ def problems(
     by_hash: dict[str, list[Row]] = {}
     for row in rows:
         by_hash.setdefault(row["config_hash"], []).append(row)
-    sources = source_hash(experiment.sources)
+    current = list(map(id, _current(experiment, rows)))
     found = []
     expected = {config_hash(experiment.name, config): as_dict(config) for config in configs}
     for key, fields in expected.items():
@@ -407,7 +431,7 @@ def problems(
         for row in mine:
             if row["dirty"]:
                 found.append(f"dirty: {name} (ran with uncommitted changes)")
-            if row["source_hash"] != sources:
+            if id(row) not in current:
                 found.append(f"stale: {name} (sources changed since {row['commit'][:12]})")
             if row["smoke"] != smoke:
                 found.append(f"{'full' if smoke else 'smoke'} run: {name}")

@@ -2,10 +2,12 @@
 
 python tests/gpu_steps.py           # writes gpu_steps.json: both forms of the kernels inside
 python tests/gpu_steps.py FORM      # in a process that compiles for GPUs: one form, printed
+python tests/gpu_steps.py float32   # there too: products of a float32 model, by their precision
 """
 
 import collections
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -56,16 +58,17 @@ LLAMA_3_1_8B = ModelConfig(
 class Shapes:
     """Arguments of the programs of one mesh, as shapes with shardings."""
 
-    def __init__(self, devices: list) -> None:
+    def __init__(self, devices: list, dtype=DTYPE) -> None:
+        self.dtype = jnp.dtype(dtype)
         layout = StageLayout(LLAMA_3_1_8B, MESH)
-        self.model = MeshModel(layout, make_mesh(MESH, devices), {}, CompileLog())
+        self.model = MeshModel(layout, make_mesh(MESH, devices), {}, CompileLog(), self.dtype)
 
     def shape(self, shape: tuple[int, ...], dtype, spec: PartitionSpec = REPLICATED):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.model.sharding(spec))
 
     def params(self) -> dict:
         tensors = self.model.layout.tensors
-        return {name: self.shape(x.shape, DTYPE, x.spec) for name, x in tensors.items()}
+        return {name: self.shape(x.shape, self.dtype, x.spec) for name, x in tensors.items()}
 
     def pools(self) -> Pools:
         layout = self.model.layout
@@ -73,7 +76,7 @@ class Shapes:
         size = (MESH.pipeline, NUM_PAGES, PAGE_SIZE, *heads)
         return {
             group: tuple(
-                PagePair(*(self.shape(size, DTYPE, spec) for spec in pair)) for pair in pairs
+                PagePair(*(self.shape(size, self.dtype, spec) for spec in pair)) for pair in pairs
             )
             for group, pairs in pool_specs(layout).items()
         }
@@ -139,6 +142,15 @@ def compile_steps(form: str) -> dict:
     }
 
 
+def count_precisions() -> dict:
+    """How many products the steps of a float32 model ask for, by precision of their operands."""
+    shapes = Shapes(Target.load(TARGET).devices(MESH.size), jnp.float32)
+    text = shapes.prefill().as_text() + shapes.decode().as_text()
+    products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+    found = (re.search(r"precision = \[(\w+), (\w+)\]", line) for line in products)
+    return collections.Counter(match.group(1) if match else "DEFAULT" for match in found)
+
+
 def measure(form: str) -> dict:
     """`compile_steps` in a process that can."""
     return json.loads(run_python(__file__, form))
@@ -146,7 +158,8 @@ def measure(form: str) -> dict:
 
 if __name__ == "__main__":
     if len(sys.argv) == 2:
-        print(json.dumps(compile_steps(sys.argv[1])))
+        form = sys.argv[1]
+        print(json.dumps(count_precisions() if form == "float32" else compile_steps(form)))
     else:
         document = {form: measure(form) for form in FORMS}
         RECORD.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

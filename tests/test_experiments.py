@@ -226,6 +226,30 @@ def test_source_hash_ignores_words_about_code(tmp_path: Path) -> None:
         harness.source_hash(["gone"], tmp_path)
 
 
+def test_rows_of_a_cpu_stand_whatever_changes_in_gpu_kernels(tmp_path: Path) -> None:
+    (tmp_path / "pallas_kernels").mkdir()
+    plain = tmp_path / "pallas_kernels" / "product_xla.py"
+    kernel = tmp_path / "pallas_kernels" / "product_mosaic.py"
+
+    def hashes() -> tuple[str, str]:
+        whole = harness.source_hash(["pallas_kernels"], tmp_path)
+        return harness.source_hash(["pallas_kernels"], tmp_path, harness.GPU_SOURCES), whole
+
+    plain.write_text("x = 1")
+    kernel.write_text("x = 1")
+    on_cpu, on_gpu = hashes()
+    kernel.write_text("x = 2")
+    assert hashes()[0] == on_cpu
+    assert hashes()[1] != on_gpu
+    plain.write_text("x = 2")
+    assert hashes()[0] != on_cpu
+
+
+@pytest.mark.parametrize("pattern", harness.GPU_SOURCES)
+def test_gpu_sources_exist(pattern: str) -> None:
+    assert list(harness.ROOT.glob(pattern))
+
+
 def test_git_state(tmp_path: Path) -> None:
     assert harness.git_state(tmp_path / "nowhere") == ("unknown", True)
 

@@ -43,6 +43,13 @@ def test_steps_without_the_kernels_take_what_is_recorded() -> None:
     compare(gpu_steps.measure("xla"), RECORD["xla"])
 
 
+def test_no_product_of_a_float32_model_is_rounded_to_tf32() -> None:
+    """JAX's default precision on a GPU is three decimal digits."""
+    found = gpu_steps.measure("float32")
+    assert found.keys() == {"HIGHEST"}
+    assert found["HIGHEST"] > 2 * 7 * LAYERS_OF_A_STAGE  # the matrices of both steps' layers
+
+
 def test_every_layer_calls_its_kernel() -> None:
     """One attention call a layer, and with splits one to combine them."""
     assert RECORD["xla"]["prefill"]["kernels"] == RECORD["xla"]["decode"]["kernels"] == {}

@@ -2,6 +2,7 @@
 
 import ctypes
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -20,6 +21,7 @@ from jinfire.models.transformer import Transformer
 from sharding import PIPELINE, Device, MeshSpec, make_mesh
 
 REPLICATED = PartitionSpec()
+GPU_PLATFORMS = ("gpu", "cuda")
 Params = dict[str, jax.Array]
 
 
@@ -90,6 +92,7 @@ class MeshModel:
     mesh: Mesh
     params: Params
     log: CompileLog
+    dtype: np.dtype
 
     @classmethod
     def load(
@@ -104,7 +107,7 @@ class MeshModel:
         """Weights read from `source` onto a new mesh over `devices`."""
         layout = StageLayout(source.config, mesh_spec)
         mesh = make_mesh(mesh_spec, devices)
-        return cls(layout, mesh, load_params(source, layout, mesh, dtype, desc), log)
+        return cls(layout, mesh, load_params(source, layout, mesh, dtype, desc), log, dtype)
 
     @property
     def config(self) -> ModelConfig:
@@ -137,12 +140,21 @@ class MeshModel:
         Output shardings are pinned, so that a result fed back in never compiles anew.
         """
         mapped = jax.shard_map(
-            body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+            functools.partial(_exact, body) if self._rounds_float32 else body,
+            mesh=self.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            check_vma=False,
         )
         shardings = jax.tree.map(
             self.sharding, out_specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)
         )
         return Program(name, mapped, self.log, out_shardings=shardings, donate_argnums=donate)
+
+    @property
+    def _rounds_float32(self) -> bool:
+        """Whether products would be of lower precision than the data: float32 weights on a GPU."""
+        return self.mesh.devices.flat[0].platform in GPU_PLATFORMS and self.dtype == np.float32
 
     def bind(self, local_params: Params) -> Transformer:
         """The stage's module on local shards (inside `shard_map`): the stage axis is dropped."""
@@ -180,6 +192,12 @@ class MeshModel:
                 hidden_BTD, kv = layer(hidden_BTD, rope, view(group, updated[group][index]))
             updated[group][index] = kv.pages
         return hidden_BTD, {group: tuple(pairs) for group, pairs in updated.items()}
+
+
+def _exact(body: Callable[..., Any], *args: Any) -> Any:
+    """`body` with products in the precision of the data: a GPU's default for float32 is TF32."""
+    with jax.default_matmul_precision("highest"):
+        return body(*args)
 
 
 def local_pools(pools: Pools) -> Pools:
