@@ -12,8 +12,9 @@ from jinfire.checks import as_flag, convert_field, integer_in, number_where
 class RopeConfig:
     """Rotary position embedding.
 
-    `scaling` is None or "llama3", whose four numbers are those of the Hugging Face config.
-    Source: Llama 3.1 model card; transformers `ROPE_INIT_FUNCTIONS`.
+    `scaling` is None, "llama3" or "yarn"; the numbers are those of the Hugging Face config, with
+    its defaults where they apply. `interleaved`: a pair is two neighbours, not two halves.
+    Source: Llama 3.1 model card; YaRN (arXiv 2309.00071); transformers `ROPE_INIT_FUNCTIONS`.
     """
 
     theta: float = 10_000.0
@@ -22,14 +23,21 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+    interleaved: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
     """What kind of layer one position of the stack holds.
 
-    `kv_group` names the page pool that the layer's keys and values live in; layers that keep the
-    same tokens share a group.
+    `attention` is "causal" (rotary, over everything), "chunked" (rotary, within the attention
+    chunk), "unrotated" (no positions, over everything) or "latent" (MLA); `mlp` is "dense" or
+    "experts". `kv_group` names the page pool that the layer's keys and values live in; layers that
+    keep the same tokens share a group: "full" keeps all of them, "local" the attention chunk.
     """
 
     attention: str = "causal"
@@ -38,8 +46,68 @@ class LayerSpec:
 
 
 @dataclasses.dataclass(frozen=True)
+class LatentConfig:
+    """Multi-head latent attention (MLA): keys and values from one vector a token.
+
+    A head's query and key have `nope_dim` plain and `rope_dim` rotary values, its value has
+    `value_dim`. What is cached are `rank` latents and `rope_dim` rotary values, shared by all
+    heads. `query_rank` None: queries come straight from the residual stream.
+    Source: DeepSeek-V2 (arXiv 2405.04434) section 2.1.
+    """
+
+    query_rank: int | None
+    rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    norm_eps: float = 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertsConfig:
+    """Mixture of experts: how many, which of them a token takes, and with which weights.
+
+    `router` is
+    "softmax": the most probable `per_token` experts, weighted by their probabilities
+    (Qwen3-MoE, Mixtral);
+    "sigmoid": the highest sigmoid scores + selection bias within the best `groups_per_token` of
+    `groups` groups, weighted by the scores alone (DeepSeek-V3, `noaux_tc`);
+    "scaled_input": the highest logits, whose sigmoids scale what the experts are given (Llama 4).
+    `normalise` divides the weights of a token by their sum, `scaling` multiplies them afterwards.
+    `shared_width` is the MLP width of the expert that every token takes, 0 without one.
+    `int4`: the weights of routed experts are 4-bit values with a scale for every 32.
+    """
+
+    count: int
+    per_token: int
+    width: int
+    router: str = "softmax"
+    normalise: bool = False
+    scaling: float = 1.0
+    groups: int = 1
+    groups_per_token: int = 1
+    shared_width: int = 0
+    int4: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class TemperatureConfig:
+    """Growth of unrotated queries with their position: 1 + scale x log(1 + floor((p + 1) / floor)).
+
+    Source: Llama 4, `attn_scale` and `floor_scale`.
+    """
+
+    scale: float
+    floor: int
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """One decoder-only model; the layer pattern is data."""
+    """One decoder-only model; the layer pattern is data.
+
+    `head_dim` is that of queries; with `latent` its plain and rotary values together. `qk_norm` is
+    the learned one before RoPE, `qk_norm_after_rope` the one without weights, of rotated layers.
+    """
 
     family: str
     vocab_size: int
@@ -56,10 +124,27 @@ class ModelConfig:
     max_position: int
     eos_ids: frozenset[int] = frozenset()
     bos_id: int | None = None
+    qk_norm_after_rope: bool = False
+    attention_chunk: int | None = None
+    temperature: TemperatureConfig | None = None
+    latent: LatentConfig | None = None
+    experts: ExpertsConfig | None = None
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def kv_widths(self) -> tuple[int, ...]:
+        """Width of each array that a layer caches: key and value, or latents alone."""
+        if self.latent is not None:
+            return (self.latent.rank + self.latent.rope_dim,)
+        return (self.head_dim, self.head_dim)
+
+    @property
+    def cached_heads(self) -> int:
+        """KV heads that a layer caches; latents are one."""
+        return 1 if self.latent is not None else self.num_kv_heads
 
     @property
     def kv_groups(self) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 from jinfire.config import LayerSpec, ModelConfig
 from jinfire.models.spec import ParamSpec, Skeleton, abstract_tree, skeleton
 from sharding import (
+    EXPERT,
     PIPELINE,
     TENSOR,
     MeshSpec,
@@ -22,12 +23,16 @@ from sharding import (
     stage_counts,
 )
 
+# Whole experts are split over the expert axis and their insides over tensor; everything else is
+# split over both together, as if all devices of a stage were one tensor axis.
 RULES = {
     "stage": PIPELINE,
-    "vocab": (PIPELINE, TENSOR),
-    "heads": TENSOR,
-    "kv_heads": TENSOR,
-    "mlp": TENSOR,
+    "vocab": (PIPELINE, EXPERT, TENSOR),
+    "heads": (EXPERT, TENSOR),
+    "kv_heads": (EXPERT, TENSOR),
+    "mlp": (EXPERT, TENSOR),
+    "experts": EXPERT,
+    "expert_mlp": TENSOR,
     "embed": None,
     "norm": None,
 }
@@ -105,13 +110,18 @@ class StageLayout:
         return skeleton(self.config, self.slot_specs)
 
     @property
+    def shards(self) -> int:
+        """Devices of a stage, over which everything but the experts is split."""
+        return self.mesh_spec.expert * self.mesh_spec.tensor
+
+    @property
     def kv_heads(self) -> int:
-        """KV heads as stored: replicated up to one per tensor shard."""
-        return max(self.config.num_kv_heads, self.mesh_spec.tensor)
+        """KV heads as stored: replicated up to one per device of a stage."""
+        return max(self.config.cached_heads, self.shards)
 
     @property
     def padded_vocab(self) -> int:
-        parts = self.mesh_spec.pipeline * self.mesh_spec.tensor
+        parts = self.mesh_spec.pipeline * self.shards
         return -(-self.config.vocab_size // parts) * parts
 
     @functools.cached_property

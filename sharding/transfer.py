@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from sharding.mesh import AXES, PIPELINE, TENSOR, Device
+from sharding.mesh import AXES, EXPERT, PIPELINE, TENSOR, Device
 from sharding.pipeline import Cuts, align_cuts, stage_counts
 
 
@@ -72,7 +72,7 @@ class Side:
 
     def block_sharding(self, heads_dim: int) -> NamedSharding:
         """Sharding of a block whose dimension `heads_dim` holds the heads."""
-        spec = PartitionSpec(PIPELINE, *[None] * (heads_dim - 1), TENSOR)
+        spec = PartitionSpec(PIPELINE, *[None] * (heads_dim - 1), (EXPERT, TENSOR))
         return NamedSharding(self.mesh, spec)
 
 

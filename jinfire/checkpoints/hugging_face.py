@@ -43,7 +43,8 @@ class HuggingFaceSource:
             read_json(folder / "config.json"),
             read_json(generation) if generation.exists() else None,
         )
-        self._map = NameMap(MODELS[self.config.family].tensor_names)
+        names = MODELS[self.config.family].tensor_names
+        self._map = NameMap({k: v for k, v in names.items() if isinstance(v, str)})
         self._file_of: dict[str, Path] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._dtypes: dict[str, str] = {}

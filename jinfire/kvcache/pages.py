@@ -1,15 +1,18 @@
 """Device page pools: keys and values of every layer, in pages, on one mesh."""
 
-from typing import NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jinfire.config import ModelConfig
 from jinfire.layout import StageLayout
-from sharding import PIPELINE, TENSOR
+from sharding import EXPERT, PIPELINE, TENSOR
 
-POOL_SPEC = PartitionSpec(PIPELINE, None, None, TENSOR, None)
+POOL_SPEC = PartitionSpec(PIPELINE, None, None, (EXPERT, TENSOR), None)
 
 
 class PagePair(NamedTuple):
@@ -22,7 +25,15 @@ class PagePair(NamedTuple):
     value: jax.Array
 
 
-Pools = dict[str, tuple[PagePair, ...]]
+class LatentPages(NamedTuple):
+    """Latent pages of one slot: [stages, P, Z, copies@tensor, C + A], a copy on every device."""
+
+    latent: jax.Array
+
+
+Pages = PagePair | LatentPages
+
+Pools = dict[str, tuple[Pages, ...]]
 """Pages by KV group; the slots of a group in stack order. Groups may differ in page count."""
 
 
@@ -34,27 +45,31 @@ def group_slots(layout: StageLayout) -> dict[str, tuple[int, ...]]:
     return {group: tuple(slots) for group, slots in groups.items()}
 
 
-def pool_specs(layout: StageLayout) -> dict[str, tuple[PagePair, ...]]:
+def pages_like(config: ModelConfig, make: Callable[[int], Any]) -> Pages:
+    """`make(width)` for each array that a layer of the model caches."""
+    kind = PagePair if config.latent is None else LatentPages
+    return kind(*map(make, config.kv_widths))
+
+
+def pool_specs(layout: StageLayout) -> Pools:
     """Partition specs in the structure of `Pools`."""
-    pair = PagePair(POOL_SPEC, POOL_SPEC)  # type: ignore[arg-type]
-    return {group: (pair,) * len(slots) for group, slots in group_slots(layout).items()}
+    pages = pages_like(layout.config, lambda width: POOL_SPEC)
+    return {group: (pages,) * len(slots) for group, slots in group_slots(layout).items()}
 
 
 def make_pools(
     layout: StageLayout, mesh: Mesh, num_pages: int, page_size: int, dtype: jnp.dtype
 ) -> Pools:
     """Zeroed pools of `num_pages` pages, the null page included."""
-    shape = (
-        layout.mesh_spec.pipeline,
-        num_pages,
-        page_size,
-        layout.kv_heads,
-        layout.config.head_dim,
-    )
+    shape = (layout.mesh_spec.pipeline, num_pages, page_size, layout.kv_heads)
     sharding = NamedSharding(mesh, POOL_SPEC)
-    zeros = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
+
+    @functools.cache
+    def maker(width: int) -> Callable[[], jax.Array]:
+        return jax.jit(lambda: jnp.zeros((*shape, width), dtype), out_shardings=sharding)
+
     return {
-        group: tuple(PagePair(zeros(), zeros()) for _ in slots)
+        group: tuple(pages_like(layout.config, lambda width: maker(width)()) for _ in slots)
         for group, slots in group_slots(layout).items()
     }
 

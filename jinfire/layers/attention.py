@@ -20,8 +20,25 @@ class LayerKV(Protocol):
     """
 
     def attend(
-        self, query_BTNH: jax.Array, key_BTKH: jax.Array, value_BTKH: jax.Array, scale: float
-    ) -> tuple[jax.Array, Self]: ...
+        self,
+        query_BTNH: jax.Array,
+        key_BTKH: jax.Array,
+        value_BTKH: jax.Array,
+        scale: float,
+        attention_chunk: int | None = None,
+    ) -> tuple[jax.Array, Self]:
+        """Causal attention, or causal within the attention chunk that a query is in."""
+        ...
+
+    def attend_latent(
+        self, query_BTNH: jax.Array, latent_BTC: jax.Array, up_NUC: jax.Array, scale: float
+    ) -> tuple[jax.Array, Self]:
+        """Causal multi-head latent attention.
+
+        Shapes: query [B, T, N, nope + rope], latent [B, T, rank + rope] with normed latents and
+        rotated keys, up [N, nope + value, rank]; the result is [B, T, N, value].
+        """
+        ...
 
 
 class Attention(nnx.Module):

@@ -8,20 +8,30 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jinfire.weights import contract
-from sharding import PIPELINE, TENSOR
+from sharding import EXPERT, PIPELINE, TENSOR
 
-VOCAB_AXES = (PIPELINE, TENSOR)
+# What everything but the experts is split over: the devices of a stage, whatever the experts do.
+MODEL_AXES = (EXPERT, TENSOR)
+VOCAB_AXES = (PIPELINE, *MODEL_AXES)
 
 
 def param(
-    shape: tuple[int, ...], axes: tuple[str | None, ...], init: str, dtype: jnp.dtype
+    shape: tuple[int, ...],
+    axes: tuple[str | None, ...],
+    init: str,
+    dtype: jnp.dtype,
+    fixed_dtype: str | None = None,
 ) -> nnx.Param:
-    """A parameter with its logical axes; only ever built under `nnx.eval_shape`."""
-    return nnx.Param(jnp.zeros(shape, dtype), axes=axes, init=init)
+    """A parameter with its logical axes; only ever built under `nnx.eval_shape`.
+
+    `fixed_dtype` is for tensors that keep their type in a model of any other.
+    """
+    own = jnp.dtype(fixed_dtype) if fixed_dtype else dtype
+    return nnx.Param(jnp.zeros(shape, own), axes=axes, init=init, dtype=fixed_dtype)
 
 
 class Linear(nnx.Module):
-    """Product with an (out, in) weight whose out axis may be sharded over tensor."""
+    """Product with an (out, in) weight whose out axis may be sharded over the model axes."""
 
     def __init__(self, out: int, into: int, axes: tuple[str | None, str | None], dtype: jnp.dtype):
         self.weight = param((out, into), axes, "normal", dtype)
@@ -31,14 +41,18 @@ class Linear(nnx.Module):
 
 
 class RowParallelLinear(Linear):
-    """Product with a weight whose in axis is sharded over tensor, summed over that axis."""
+    """Product with a weight whose in axis is sharded over the model axes, summed over them."""
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return jax.lax.psum(super().__call__(x), TENSOR)
+        return jax.lax.psum(self.partial(x), MODEL_AXES)
+
+    def partial(self, x: jax.Array) -> jax.Array:
+        """This device's term of the sum."""
+        return super().__call__(x)
 
 
 class Embedding(nnx.Module):
-    """Token embedding, vocabulary sharded over pipeline and tensor together.
+    """Token embedding, vocabulary sharded over all devices.
 
     Every device owns a slice of rows, so no stage carries the whole table; the sum over devices
     has one non-zero term and is exact.

@@ -22,21 +22,53 @@ class GGUFForm:
 
 
 @dataclasses.dataclass(frozen=True)
+class Fused:
+    """A part of a checkpoint's tensor that holds all experts of a layer as [E, in, out].
+
+    The logical tensor is [E, out, in]; `part` of `parts` equal runs of the out axis.
+    Source: transformers `Llama4TextExperts`.
+    """
+
+    name: str
+    part: int = 0
+    parts: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """One array of 4-bit experts: a tensor of each, `{e}` standing for the expert.
+
+    The order of words and scales becomes the device form (`pallas_kernels.pack_for_device`).
+    `suffix` is "weight_packed" or "weight_scale"; a "weight_shape" of each expert is checked.
+    """
+
+    prefix: str
+    suffix: str
+
+
+# How a logical tensor lies in a checkpoint. A text is the name of a tensor that is stored as it
+# is, `{i}` standing for the layer; with `{e}`, of one tensor for each expert of a stack [E, ...].
+Stored = str | Fused | Packed
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelFamily:
     """One family of checkpoints.
 
     `name` is the Hugging Face `model_type` and GGUF's `general.architecture`; `architectures` are
     the classes that a config may name. `parse_config` takes `config.json` and
     `generation_config.json` (empty where there is none) and raises UnsupportedConfig naming the
-    field. `tensor_names` maps logical names to Hugging Face's, `{i}` standing for the layer.
+    field. `tensor_names` maps logical names to how Hugging Face stores them. `ignored` are
+    beginnings of names of tensors that belong to parts which are not read, such as a vision tower.
     `gguf` None: no GGUF files of this family are read.
     """
 
     name: str
     architectures: tuple[str, ...]
     parse_config: Callable[[Json, Json], ModelConfig]
-    tensor_names: Mapping[str, str]
+    tensor_names: Mapping[str, Stored]
     gguf: GGUFForm | None = None
+    ignored: tuple[str, ...] = ()
 
 
 DENSE_NAMES = {

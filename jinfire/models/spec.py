@@ -18,11 +18,15 @@ from jinfire.models.transformer import Transformer
 
 @dataclasses.dataclass(frozen=True)
 class ParamSpec:
-    """One tensor of a model, as its logical (unsharded) self."""
+    """One tensor of a model, as its logical (unsharded) self.
+
+    `dtype` None is the model's; a name is what the tensor has in every model.
+    """
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     init: str
+    dtype: str | None = None
 
     @property
     def size(self) -> int:
@@ -53,7 +57,9 @@ def skeleton(config: ModelConfig, layers: tuple[LayerSpec, ...]) -> Skeleton:
     for path, variable in nnx.to_flat_state(state):
         meta = variable.get_metadata()
         shape = tuple(variable.get_value().shape)
-        specs[".".join(map(str, path))] = ParamSpec(shape, meta["axes"], meta["init"])
+        specs[".".join(map(str, path))] = ParamSpec(
+            shape, meta["axes"], meta["init"], meta["dtype"]
+        )
     # Leaf order is the tree's; the last path entry is the variable's own value.
     leaves, treedef = jax.tree_util.tree_flatten_with_path(state)
     names = tuple(".".join(str(key.key) for key in path[:-1]) for path, _ in leaves)

@@ -16,9 +16,9 @@ from jinfire.kvcache.pages import PagePair, Pools, pool_specs
 from jinfire.programs.batch import DecodeRows, NewRow
 from jinfire.programs.runtime import REPLICATED, MeshModel, global_pools, local_pools
 from jinfire.programs.sampler import Sampled
-from sharding import PIPELINE, TENSOR, InFlight, Side, TransferPlan
+from sharding import EXPERT, PIPELINE, TENSOR, InFlight, Side, TransferPlan
 
-BLOCK_SPEC = PartitionSpec(PIPELINE, None, None, None, TENSOR, None)
+BLOCK_SPEC = PartitionSpec(PIPELINE, None, None, None, (EXPERT, TENSOR), None)
 HEADS_DIM = 4
 
 Blocks = list[dict[str, PagePair]]
