@@ -58,8 +58,9 @@ class ModelFamily:
     `name` is the Hugging Face `model_type` and GGUF's `general.architecture`; `architectures` are
     the classes that a config may name. `parse_config` takes `config.json` and
     `generation_config.json` (empty where there is none) and raises UnsupportedConfig naming the
-    field. `tensor_names` maps logical names to how Hugging Face stores them. `ignored` are
-    beginnings of names of tensors that belong to parts which are not read, such as a vision tower.
+    field; `jinfire.models.parse_config` checks that sizes agree. `tensor_names` maps logical names
+    to how Hugging Face stores them. `ignored` are beginnings of names of tensors that belong to
+    parts which are not read, such as a vision tower.
     `gguf` None: no GGUF files of this family are read.
     """
 
@@ -86,6 +87,11 @@ DENSE_NAMES = {
     "head.weight": "lm_head.weight",
 }
 
+QK_NORM_NAMES = {
+    "layers.{i}.attention.query_norm.scale": "model.layers.{i}.self_attn.q_norm.weight",
+    "layers.{i}.attention.key_norm.scale": "model.layers.{i}.self_attn.k_norm.weight",
+}
+
 DENSE_GGUF_NAMES = {
     "embed.weight": "token_embd.weight",
     "layers.{i}.attention_norm.scale": "blk.{i}.attn_norm.weight",
@@ -100,3 +106,16 @@ DENSE_GGUF_NAMES = {
     "final_norm.scale": "output_norm.weight",
     "head.weight": "output.weight",
 }
+
+
+def prefixed(names: Mapping[str, Stored], prefix: str) -> dict[str, Stored]:
+    """Names as they are where the decoder is one part of a larger model."""
+
+    def rename(stored: Stored) -> Stored:
+        if isinstance(stored, str):
+            return prefix + stored
+        if isinstance(stored, Fused):
+            return dataclasses.replace(stored, name=prefix + stored.name)
+        return dataclasses.replace(stored, prefix=prefix + stored.prefix)
+
+    return {logical: rename(stored) for logical, stored in names.items()}
