@@ -21,7 +21,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("kvcache.page_table", "layers.linear", "layers.rope"),
     ("layers.norm", "layers.mlp"),
     ("layers.attention",),
-    ("models.transformer", "models.hf_fields"),
+    ("models.transformer", "models.hf_fields", "models.presets"),
     ("models.spec", "models.family"),
     ("models.llama", "models.qwen3"),
     ("models",),
