@@ -61,6 +61,10 @@ def _record(cls: type, values: Any) -> Any:
 
 
 def _value(cls: type, name: str, kind: Any, got: Any) -> Any:
+    """One field of a dataclass.
+
+    Raises: UnsupportedConfig where the value is not what the annotation says.
+    """
     place = cls.__name__, name
     if isinstance(kind, types.UnionType):
         if got is None and type(None) in kind.__args__:
@@ -77,13 +81,13 @@ def _value(cls: type, name: str, kind: Any, got: Any) -> Any:
             return tuple(_record(LayerSpec, layer) for layer in got)
         if typing.get_origin(kind) is frozenset and all(map(is_int, got)):
             return frozenset(got)
-        raise UnsupportedConfig(f"{name}: expected {kind}, got {got!r}")
-    if kind is int and is_int(got) and _least(place) <= got <= MAX_POSITION:
-        return got
-    if kind is float and is_real(got) and got >= 0:
-        return float(typing.cast(float, got))
-    if (kind is bool and isinstance(got, bool)) or (kind is str and isinstance(got, str)):
-        return got
+    elif (
+        (kind is int and is_int(got) and _least(place) <= got <= MAX_POSITION)
+        or (kind is float and is_real(got) and got >= 0)
+        or (kind is bool and isinstance(got, bool))
+        or (kind is str and isinstance(got, str))
+    ):
+        return kind(got)
     raise UnsupportedConfig(f"{name}: expected {kind}, got {got!r}")
 
 
@@ -93,36 +97,22 @@ def _least(place: tuple[str, str]) -> int:
 
 
 def _check_parts(config: ModelConfig) -> None:
-    """Refusal of layers without the part that describes them, and of parts without layers."""
-    kinds = {layer.attention for layer in config.layers}
+    """Refusal of layers without the part that describes them."""
     needs = {
-        "latent": (config.latent, "latent" in kinds),
-        "attention_chunk": (config.attention_chunk, "chunked" in kinds),
-        "experts": (config.experts, any(layer.mlp == "experts" for layer in config.layers)),
+        "latent": (config.latent, [layer.attention == "latent" for layer in config.layers]),
+        "attention_chunk": (
+            config.attention_chunk,
+            [layer.attention == "chunked" for layer in config.layers],
+        ),
+        "experts": (config.experts, [layer.mlp == "experts" for layer in config.layers]),
     }
-    for name, (part, is_needed) in needs.items():
-        if is_needed and part is None:
-            raise UnsupportedConfig(f"{name}: expected a value, as layers need it, got null")
-        if part is not None and not is_needed:
-            raise UnsupportedConfig(f"{name}: expected null, as no layer needs it, got {part!r}")
+    for name, (part, uses) in needs.items():
+        if part is None and any(uses):
+            raise UnsupportedConfig(
+                f"{name}: expected a value, as layer {uses.index(True)} needs it, got null"
+            )
     for layer in config.layers:
         if (layer.attention == "chunked") != (layer.kv_group == "local"):
             raise UnsupportedConfig(
                 f"layers: expected kv_group local for chunked attention alone, got {layer}"
             )
-    latent = config.latent
-    if latent is not None and config.head_dim != latent.nope_dim + latent.rope_dim:
-        raise UnsupportedConfig(
-            f"head_dim: expected nope_dim + rope_dim, {latent.nope_dim} + {latent.rope_dim}, "
-            f"got {config.head_dim}"
-        )
-    experts = config.experts
-    if experts is not None and not (
-        experts.per_token <= experts.count
-        and experts.count % experts.groups == 0
-        and experts.groups_per_token <= experts.groups
-    ):
-        raise UnsupportedConfig(
-            "experts: expected per_token of at most count, groups that divide count and "
-            f"groups_per_token of at most groups, got {experts}"
-        )
