@@ -59,9 +59,9 @@ class RandomSource:
 def _draw(generator: np.random.Generator, spec: ParamSpec, shape: tuple[int, ...]) -> np.ndarray:
     if spec.init == "ones":
         return np.ones(shape, np.float32)
-    if spec.dtype == "int32":  # words of 4-bit values
+    if spec.init == "words":  # of 4-bit values
         return generator.integers(-(2**31), 2**31, shape, np.int32)
-    if spec.dtype == "bfloat16":  # their scales
+    if spec.init == "scales":
         columns = GROUP * spec.shape[-2]
         deviation = INT4_DEVIATION * math.sqrt(columns)
         return (generator.uniform(0.75, 1.25, shape) / deviation).astype(ml_dtypes.bfloat16)

@@ -18,8 +18,8 @@ CHOICES: dict[tuple[str, str], tuple[object, ...]] = {
     ("LayerSpec", "kv_group"): ("full", "local"),
     ("ExpertsConfig", "router"): ("softmax", "sigmoid", "scaled_input"),
 }
-# Integers of nested parts that may be 0; the others are at least 1.
-ZERO = {("ExpertsConfig", "shared_width")}
+# Integers that may be 0; the others are at least 1.
+ZERO = {("ModelConfig", "bos_id"), ("ExpertsConfig", "shared_width")}
 
 
 def config_to_json(config: ModelConfig) -> dict[str, Any]:
@@ -81,19 +81,17 @@ def _value(cls: type, name: str, kind: Any, got: Any) -> Any:
             return tuple(_record(LayerSpec, layer) for layer in got)
         if typing.get_origin(kind) is frozenset and all(map(is_int, got)):
             return frozenset(got)
-    elif (
-        (kind is int and is_int(got) and _least(place) <= got <= MAX_POSITION)
-        or (kind is float and is_real(got) and got >= 0)
-        or (kind is bool and isinstance(got, bool))
-        or (kind is str and isinstance(got, str))
-    ):
-        return kind(got)
+    elif _is_scalar(got, kind, 0 if place in ZERO else 1):
+        return typing.cast(Any, kind)(got)
     raise UnsupportedConfig(f"{name}: expected {kind}, got {got!r}")
 
 
-def _least(place: tuple[str, str]) -> int:
-    # A token's id may be 0; the sizes of the model itself are checked as one.
-    return 0 if place[0] == "ModelConfig" or place in ZERO else 1
+def _is_scalar(got: Any, kind: Any, least: int) -> bool:
+    if kind is int:
+        return is_int(got) and least <= got <= MAX_POSITION
+    if kind is float:
+        return is_real(got) and got >= 0
+    return kind in (bool, str) and isinstance(got, kind)
 
 
 def _check_parts(config: ModelConfig) -> None:
