@@ -12,8 +12,8 @@ from sharding.mesh import (
     replicate,
     split_devices,
 )
-from sharding.pipeline import Schedule, stage_counts
-from sharding.rules import Rules, check_tensor, partition_spec
+from sharding.pipeline import Placed, Schedule, spread_layers, stage_counts
+from sharding.rules import Rules, check_experts, check_tensor, partition_spec
 from sharding.transfer import InFlight, Side, TransferPlan
 
 __all__ = [
@@ -25,14 +25,17 @@ __all__ = [
     "Device",
     "InFlight",
     "MeshSpec",
+    "Placed",
     "Rules",
     "Schedule",
     "Side",
     "TransferPlan",
+    "check_experts",
     "check_tensor",
     "make_mesh",
     "partition_spec",
     "replicate",
     "split_devices",
+    "spread_layers",
     "stage_counts",
 ]
