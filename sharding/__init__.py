@@ -12,7 +12,7 @@ from sharding.mesh import (
     replicate,
     split_devices,
 )
-from sharding.pipeline import Placed, Schedule, spread_layers, stage_counts
+from sharding.pipeline import Cuts, Placed, Schedule, spread_layers, stage_counts
 from sharding.rules import Rules, check_experts, check_tensor, partition_spec
 from sharding.transfer import InFlight, Side, TransferPlan
 
@@ -22,6 +22,7 @@ __all__ = [
     "EXPERT",
     "PIPELINE",
     "TENSOR",
+    "Cuts",
     "Device",
     "InFlight",
     "MeshSpec",
