@@ -41,6 +41,10 @@ RULES = {
 }
 
 
+INT4_GROUP = 32
+"""Columns of an int4 weight that share a scale, and stay together."""
+
+
 @dataclasses.dataclass(frozen=True)
 class PhysicalTensor:
     """One device array: which logical tensors it holds, by stage, and how it is sharded.
@@ -76,7 +80,8 @@ class StageLayout:
             widths["shared_width"] = experts.shared_width
         check_tensor(config.num_heads, config.cached_heads, spec.tensor, spec.expert, **widths)
         if experts is not None:
-            check_experts(experts.count, experts.width, spec.expert, spec.tensor)
+            unit = INT4_GROUP if experts.int4 else 1
+            check_experts(experts.count, spec.expert, experts.width, spec.tensor, unit)
         elif spec.expert > 1:
             raise ValueError(
                 f"expert axis: expected 1 for the dense model family {config.family!r}, "

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from jinfire.config import EngineConfig, ModelConfig
+from jinfire.errors import OutOfPages
 from jinfire.kvcache.page_table import PagePool, pages_for
 
 FULL = "full"
@@ -132,26 +133,40 @@ class PageSet:
     def allocate(self, columns: int, tokens: Sequence[int] = ()) -> tuple[HeldPages, int]:
         """Pages for `columns`, and how many tokens of `tokens` they hold already.
 
-        Raises: OutOfPages; check `fits` before.
+        Raises: OutOfPages, with nothing changed.
         """
-        caching = self._caching
-        hits = [] if caching is None or not tokens else caching.lookup(tokens)
-        held = HeldPages(columns)
-        for group, count in zip(self.groups, self.demand(columns), strict=True):
-            pool = self.pools[group.name]
-            known = hits if pool is caching else []
-            held.by_group[group.name] = known + pool.allocate(count - len(known))
-        return held, len(hits) * self.page_size
+        counts = list(self.demand(columns))
+        hits: list[int] = []
+        if self._caching is not None and tokens:
+            hits = self._caching.lookup(tokens)
+            counts[self._pools.index(self._caching)] -= len(hits)
+        try:
+            taken = self._take(counts)
+        except OutOfPages:
+            if self._caching is not None:
+                self._caching.release(hits)
+            raise
+        if hits:
+            taken[FULL] = hits + taken[FULL]
+        return HeldPages(columns, taken), len(hits) * self.page_size
 
     def grow(self, held: HeldPages, columns: int) -> None:
         """Pages for more columns of a sequence.
 
-        Raises: OutOfPages; check `demand` against `free` before.
+        Raises: OutOfPages, with nothing changed.
         """
-        for group, count in zip(self.groups, self.demand(columns, held.columns), strict=True):
-            if count:
-                held.by_group[group.name] += self.pools[group.name].allocate(count)
+        for name, pages in self._take(self.demand(columns, held.columns)).items():
+            held.by_group[name] += pages
         held.columns = columns
+
+    def _take(self, counts: Sequence[int]) -> dict[str, list[int]]:
+        for pool, count in zip(self._pools, counts, strict=True):
+            if count > pool.free_pages:
+                pool.allocate(count)  # says what is missing, before another group gives any
+        return {
+            name: pool.allocate(count)
+            for (name, pool), count in zip(self.pools.items(), counts, strict=True)
+        }
 
     def register(self, tokens: Sequence[int], held: HeldPages, num_computed: int) -> None:
         """Makes the full pages of the first `num_computed` tokens findable."""
