@@ -13,7 +13,7 @@ from sharding.mesh import (
     replicate,
     split_devices,
 )
-from sharding.pipeline import Schedule, stage_counts
+from sharding.pipeline import Cuts, Placed, Schedule, spread_layers, stage_counts
 from sharding.rules import Rules, check_experts, check_tensor, partition_spec
 from sharding.transfer import InFlight, Side, TransferPlan
 
@@ -23,9 +23,11 @@ __all__ = [
     "EXPERT",
     "PIPELINE",
     "TENSOR",
+    "Cuts",
     "Device",
     "InFlight",
     "MeshSpec",
+    "Placed",
     "Rules",
     "Schedule",
     "Side",
@@ -39,5 +41,6 @@ __all__ = [
     "partition_spec",
     "replicate",
     "split_devices",
+    "spread_layers",
     "stage_counts",
 ]

@@ -17,8 +17,9 @@ MAX_LINES = 500
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors", "checks"),
     ("request", "config", "weights", "progress", "template"),
-    ("tokenizer", "metrics", "fetch", "text", "sequence", "packing"),
-    ("kvcache.page_table", "layers.linear", "layers.rope", "layers.routing"),
+    ("tokenizer", "metrics", "fetch", "text", "packing", "kvcache.page_table"),
+    ("kvcache.page_set", "layers.linear", "layers.rope", "layers.routing"),
+    ("sequence",),
     ("layers.norm", "layers.mlp"),
     ("layers.attention", "layers.moe"),
     ("layers.mla",),
@@ -54,7 +55,7 @@ LEVEL |= dict.fromkeys(("kvcache", "layers", "programs"), 0)
 # Host arithmetic that is tested, and could be replayed, without a device.
 HOST_ONLY = (
     *("errors", "checks", "request", "progress", "metrics", "text"),
-    *("sequence", "packing", "kvcache.page_table", "scheduler"),
+    *("sequence", "packing", "kvcache.page_table", "kvcache.page_set", "scheduler"),
 )
 
 # Nothing else reads the environment.
