@@ -38,7 +38,9 @@ def expanded_latent_attention(
     W, Z = page_table_RW.shape[1], latent_pages.shape[1]
     ends_R = jnp.minimum(starts_R + lengths_R, W * Z)
     rows = (query_RTNH, page_table_RW, starts_R, jnp.where(lengths_R > 0, ends_R, 0))
-    return jax.lax.map(lambda row: _attend_row(*row, latent_pages, up_NUC, scale), rows)
+    return jax.lax.map(
+        lambda row: _attend_row(row[0], row[1], row[2], row[3], latent_pages, up_NUC, scale), rows
+    )
 
 
 def _attend_row(

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 def own_tokens(x_TD: jax.Array, axis: str) -> tuple[jax.Array, jax.Array]:
     """This device's equal part of tokens that every device of an axis has, and which are real.
 
-    The last parts are filled up with rows of zeros.
+    The last parts are filled up with rows of zeros (False).
     Shapes: x [T, D]; [ceil(T / devices), D] and bool [ceil(T / devices)].
     """
     devices = jax.lax.axis_size(axis)

@@ -59,12 +59,12 @@ class Layer:
             for path, variable in nnx.to_flat_state(state)
         }
 
-    def run(self, params, hidden, mesh=(1, 1), exchanged=False, method=None) -> np.ndarray:
+    def run(self, params, hidden, mesh=(1, 1), exchanged=False, method=None, live=None):
         """The mixture of `hidden` on a mesh of (expert, tensor), or what another method gives."""
-        return np.asarray(program(self, mesh, exchanged, method)(params, hidden))
+        return np.asarray(program(self, mesh, exchanged, method)(params, hidden, live))
 
     def lowered(self, params, hidden, mesh, exchanged) -> str:
-        return program(self, mesh, exchanged, None).lower(params, hidden).as_text()
+        return program(self, mesh, exchanged, None).lower(params, hidden, None).as_text()
 
     def random(self, seed: int = 0) -> dict[str, np.ndarray]:
         rng = np.random.default_rng(seed)
@@ -85,12 +85,12 @@ class Layer:
 def program(layer: Layer, mesh: tuple[int, int], exchanged: bool | None, method: str | None):
     """The jitted layer on a mesh of (expert, tensor)."""
 
-    def body(local, hidden_BTD):
+    def body(local, hidden_BTD, live_BT):
         leaves = [local[name] for name in layer.names]
         module = nnx.merge(layer.graphdef, jax.tree.unflatten(layer.treedef, leaves))
         if method is not None:
             return getattr(module, method)(hidden_BTD)
-        return module(hidden_BTD, exchanged)
+        return module(hidden_BTD, live_BT, exchanged)
 
     spec = MeshSpec(expert=mesh[0], tensor=mesh[1])
     mapped = jax.shard_map(
@@ -98,6 +98,7 @@ def program(layer: Layer, mesh: tuple[int, int], exchanged: bool | None, method:
         mesh=make_mesh(spec, jax.devices()[: spec.size]),
         in_specs=(
             {name: partition_spec(layer.axes[name], RULES) for name in layer.names},
+            PartitionSpec(),
             PartitionSpec(),
         ),
         out_specs=PartitionSpec(),
@@ -213,6 +214,25 @@ def test_experts_that_nobody_takes_are_not_read(mesh, form):
     for part in ("gate", "up", "down"):
         params[f"experts.{part}.weight"][np.arange(8) != 5] = np.nan
     assert_close(layer.run(params, hidden, mesh, FORMS[form]), want)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("mesh", [(1, 1), (4, 1), (2, 2)], ids=str)
+def test_padding_goes_to_no_expert(mesh, form):
+    """Padding alone would take the experts that hold NaN; live tokens are bit-equal without it."""
+    layer = layer_of("scaled_input")
+    params, hidden = layer.random(), np.abs(hidden_of(16))
+    params["router.weight"][:] = -1
+    params["router.weight"][5] = 1
+    live = np.arange(16)[None] % 3 != 0
+    alone = layer.run(params, hidden, mesh, FORMS[form], live=live)
+    hidden[~live] *= -1  # now every expert but one scores higher
+    for part in ("gate", "up", "down"):
+        params[f"experts.{part}.weight"][np.arange(8) != 5] = np.nan
+    assert np.isnan(layer.run(params, hidden, mesh, FORMS[form])).any()
+    found = layer.run(params, hidden, mesh, FORMS[form], live=live)
+    assert found[live].tobytes() == alone[live].tobytes()
+    assert np.isfinite(found).all()
 
 
 @pytest.mark.parametrize("form", FORMS)

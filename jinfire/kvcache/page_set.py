@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from jinfire.config import EngineConfig, ModelConfig
 from jinfire.errors import OutOfPages
@@ -102,6 +102,7 @@ class PageSet:
         }
         self._rings = tuple(group.ring for group in self.groups)
         self._pools = tuple(self.pools.values())
+        self._each = tuple(zip(self.pools, self._pools, self._rings, strict=True))
         self._caching = self.pools.get(FULL)
 
     @property
@@ -114,9 +115,9 @@ class PageSet:
         """Pages by group that can be handed out now."""
         return tuple(pool.free_pages for pool in self._pools)
 
-    def demand(self, columns: int, held: int = 0) -> tuple[int, ...]:
-        """Pages by group that a sequence lacks for `columns` when it has those for `held`."""
-        return tuple(min(columns, ring) - min(held, ring) for ring in self._rings)
+    def demand(self, columns: int) -> tuple[int, ...]:
+        """Pages by group that a sequence holds for `columns`."""
+        return tuple(min(columns, ring) for ring in self._rings)
 
     def match(self, tokens: Sequence[int]) -> list[int]:
         """Pages of the full group that hold what `tokens` begins with, without holding them."""
@@ -150,13 +151,25 @@ class PageSet:
             taken[FULL] = hits + taken[FULL]
         return HeldPages(columns, taken), len(hits) * self.page_size
 
-    def grow(self, held: HeldPages, columns: int) -> None:
-        """Pages for more columns of a sequence.
+    def can_grow(self, wants: Mapping[HeldPages, int]) -> bool:
+        """Whether all these sequences can have pages for so many columns."""
+        for _, pool, ring in self._each:
+            missing = 0
+            for held, columns in wants.items():
+                before = held.columns
+                missing += columns - before if columns <= ring else max(ring - before, 0)
+            if missing > pool.free_pages:
+                return False
+        return True
 
-        Raises: OutOfPages, with nothing changed.
-        """
-        for name, pages in self._take(self.demand(columns, held.columns)).items():
-            held.by_group[name] += pages
+    def grow(self, held: HeldPages, columns: int) -> None:
+        """Pages for more columns of a sequence, where `can_grow` says so."""
+        before = held.columns
+        for name, pool, ring in self._each:
+            # Not `min`: this runs for many rows in every decode step.
+            missing = columns - before if columns <= ring else max(ring - before, 0)
+            if missing:
+                held.by_group[name] += pool.allocate(missing)
         held.columns = columns
 
     def _take(self, counts: Sequence[int]) -> dict[str, list[int]]:

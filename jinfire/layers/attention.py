@@ -19,6 +19,10 @@ class LayerKV(Protocol):
     everything they may see, with the updated store. Data moves by argument and return value only.
     """
 
+    def live_tokens(self) -> jax.Array | None:
+        """Which tokens [B, T] belong to a request, None: all do. Experts work on no other."""
+        ...
+
     def attend(
         self,
         query_BTNH: jax.Array,

@@ -170,8 +170,15 @@ class MoE(nnx.Module):
         shared_width = self.config.shared_width
         self.shared = GatedMLP(config.width, shared_width, dtype) if shared_width else None
 
-    def __call__(self, hidden_BTD: jax.Array, exchanged: bool | None = None) -> jax.Array:
+    def __call__(
+        self,
+        hidden_BTD: jax.Array,
+        live_BT: jax.Array | None = None,
+        exchanged: bool | None = None,
+    ) -> jax.Array:
         """The mixture [B, T, D]. `exchanged` None is what `exchanges_tokens` says.
+
+        Tokens that are not live go to no routed expert; None: all of them are.
 
         A token's result depends on its own values, the weights and the shapes. Weights are
         float32 until they are multiplied; the weighted sum over the chosen experts and the shared
@@ -180,7 +187,8 @@ class MoE(nnx.Module):
         hidden_TD = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])
         if exchanged is None:
             exchanged = exchanges_tokens(hidden_TD.shape[0], jax.lax.axis_size(EXPERT))
-        mixed_TD = self._exchanged(hidden_TD) if exchanged else self._whole(hidden_TD)
+        live_T = None if live_BT is None else live_BT.reshape(-1)
+        mixed_TD = (self._exchanged if exchanged else self._whole)(hidden_TD, live_T)
         return mixed_TD.reshape(hidden_BTD.shape)
 
     def route(self, hidden_BTD: jax.Array) -> jax.Array:
@@ -192,9 +200,18 @@ class MoE(nnx.Module):
     def _local_experts(self) -> int:
         return self.config.count // jax.lax.axis_size(EXPERT)
 
-    def _whole(self, hidden_TD: jax.Array) -> jax.Array:
-        """All tokens through this device's experts, summed over all devices."""
+    def _choose(
+        self, hidden_TD: jax.Array, live_T: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """The router's choice; the id past the last expert for tokens that are not live."""
         ids_TX, weights_TX = self.router(hidden_TD)
+        if live_T is not None:
+            ids_TX = jnp.where(live_T[:, None], ids_TX, self.config.count)
+        return ids_TX, weights_TX
+
+    def _whole(self, hidden_TD: jax.Array, live_T: jax.Array | None) -> jax.Array:
+        """All tokens through this device's experts, summed over all devices."""
+        ids_TX, weights_TX = self._choose(hidden_TD, live_T)
         count = self._local_experts
         local_TX = ids_TX - jax.lax.axis_index(EXPERT) * count
         rows_TD, local_TX = self._inputs(hidden_TD, local_TX, weights_TX)
@@ -204,11 +221,12 @@ class MoE(nnx.Module):
             total_TD = total_TD + self.shared.partial(hidden_TD).astype(jnp.float32)
         return jax.lax.psum(total_TD.astype(hidden_TD.dtype), MODEL_AXES)
 
-    def _exchanged(self, hidden_TD: jax.Array) -> jax.Array:
+    def _exchanged(self, hidden_TD: jax.Array, live_T: jax.Array | None) -> jax.Array:
         """This device's part of the tokens through all experts, then all tokens gathered."""
-        own_TD, real_T = own_tokens(hidden_TD, EXPERT)
-        ids_TX, weights_TX = self.router(own_TD)
-        ids_TX = jnp.where(real_T[:, None], ids_TX, self.config.count)
+        own_TD, own_live_T = own_tokens(hidden_TD, EXPERT)
+        if live_T is not None:
+            own_live_T = own_tokens(live_T[:, None], EXPERT)[0][:, 0]
+        ids_TX, weights_TX = self._choose(own_TD, own_live_T)
         rows_TD, row_ids = self._inputs(own_TD, ids_TX, weights_TX)
         count = self._local_experts
         out = exchange(

@@ -41,7 +41,10 @@ class DecoderLayer(nnx.Module):
             mixed, kv = self.attention(self.attention_norm(hidden_BTD), tables, kv)
         hidden_BTD = hidden_BTD + mixed
         with jax.named_scope("mlp"):
-            return hidden_BTD + self.mlp(self.mlp_norm(hidden_BTD)), kv
+            normed = self.mlp_norm(hidden_BTD)
+            if isinstance(self.mlp, MoE):
+                return hidden_BTD + self.mlp(normed, kv.live_tokens()), kv
+            return hidden_BTD + self.mlp(normed), kv
 
 
 class Head(nnx.Module):

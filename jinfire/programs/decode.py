@@ -31,6 +31,9 @@ class DecodeKV:
     positions_B: jax.Array
     lengths_B: jax.Array
 
+    def live_tokens(self) -> jax.Array:
+        return (self.lengths_B > 0)[:, None]
+
     def attend(
         self,
         query_BTNH: jax.Array,
@@ -85,7 +88,7 @@ class DecodeKV:
 
     def _where(self) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Page table, positions and validity of the new tokens."""
-        return self.table_BW, self.positions_B[:, None], (self.lengths_B > 0)[:, None]
+        return self.table_BW, self.positions_B[:, None], self.live_tokens()
 
 
 def decode_microbatches(stages: int, rows: int, limit: int | None = None) -> int:

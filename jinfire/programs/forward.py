@@ -13,6 +13,9 @@ from jinfire.programs.runtime import REPLICATED, MeshModel, Params, Program
 class InBatchKV:
     """Causal attention among the tokens of the batch; nothing is stored."""
 
+    def live_tokens(self) -> None:
+        return None
+
     def attend(
         self,
         query_BTNH: jax.Array,

@@ -33,6 +33,9 @@ class PrefillKV:
     positions_RC: jax.Array
     valid_RC: jax.Array
 
+    def live_tokens(self) -> jax.Array:
+        return self.valid_RC
+
     def attend(
         self,
         query_BTNH: jax.Array,
