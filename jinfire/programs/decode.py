@@ -66,10 +66,10 @@ class DecodeKV:
         plain_dim = query_BTNH.shape[-1] - (latent_BTC.shape[-1] - rank)
         plain, rotary = jnp.split(query_BTNH[:, 0], [plain_dim], axis=-1)
         absorbed = jnp.einsum(
-            "BNU,NUC->BNC", plain, up_NUC[:, :plain_dim], preferred_element_type=jnp.float32
+            "BNU,NUC->BNC", plain, up_NUC[:, :plain_dim], preferred_element_type=dtype
         )
         mixed_BNC = latent_attention(
-            jnp.concatenate([absorbed.astype(dtype), rotary], axis=-1),
+            jnp.concatenate([absorbed, rotary], axis=-1),
             pages.latent,
             self.table_BW,
             self.lengths_B,
@@ -77,9 +77,9 @@ class DecodeKV:
             rank=rank,
         )
         mixed_BNV = jnp.einsum(
-            "BNC,NVC->BNV", mixed_BNC, up_NUC[:, plain_dim:], preferred_element_type=jnp.float32
+            "BNC,NVC->BNV", mixed_BNC, up_NUC[:, plain_dim:], preferred_element_type=dtype
         )
-        return mixed_BNV.astype(dtype)[:, None], dataclasses.replace(self, pages=pages)
+        return mixed_BNV[:, None], dataclasses.replace(self, pages=pages)
 
     def _written(self, pages: jax.Array, new_BTKH: jax.Array) -> jax.Array:
         live_B = self.lengths_B > 0
