@@ -1,5 +1,6 @@
 """Meshes, logical-axis rules, pipeline schedules and transfers between meshes."""
 
+from sharding.expert import exchange, gather_tokens, own_tokens
 from sharding.mesh import (
     AXES,
     DATA,
@@ -13,7 +14,7 @@ from sharding.mesh import (
     split_devices,
 )
 from sharding.pipeline import Schedule, stage_counts
-from sharding.rules import Rules, check_tensor, partition_spec
+from sharding.rules import Rules, check_experts, check_tensor, partition_spec
 from sharding.transfer import InFlight, Side, TransferPlan
 
 __all__ = [
@@ -29,8 +30,12 @@ __all__ = [
     "Schedule",
     "Side",
     "TransferPlan",
+    "check_experts",
     "check_tensor",
+    "exchange",
+    "gather_tokens",
     "make_mesh",
+    "own_tokens",
     "partition_spec",
     "replicate",
     "split_devices",
