@@ -150,7 +150,7 @@ def _forward(*args: Any) -> tuple[jax.Array, Residuals]:
 
 def _backward(
     implementation: str | None, residuals: Residuals, gradient_MF: jax.Array
-) -> tuple[jax.Array, jax.Array, None]:
+) -> tuple[Any, jax.Array, None]:
     """Gradients of rows and weights; rows of no group, and weights without rows, get zeros."""
     x_MD, weights_EFD, group_sizes_E = residuals
     weights_EDF = jnp.swapaxes(weights_EFD, 1, 2)

@@ -9,6 +9,7 @@ from jinfire.layers.attention import Attention, LayerKV
 from jinfire.layers.linear import Embedding, head_logits, param
 from jinfire.layers.mla import LatentAttention
 from jinfire.layers.mlp import GatedMLP
+from jinfire.layers.moe import MoE
 from jinfire.layers.norm import RMSNorm
 from jinfire.layers.rope import PositionTables, query_temperature, rope_tables
 
@@ -18,7 +19,10 @@ ATTENTION = {
     "unrotated": lambda config, dtype: Attention(config, dtype, rotated=False),
     "latent": LatentAttention,
 }
-MLP = {"dense": lambda config, dtype: GatedMLP(config.width, config.mlp_width, dtype)}
+MLP = {
+    "dense": lambda config, dtype: GatedMLP(config.width, config.mlp_width, dtype),
+    "experts": MoE,
+}
 
 
 class DecoderLayer(nnx.Module):
@@ -33,11 +37,17 @@ class DecoderLayer(nnx.Module):
     def __call__[KV: LayerKV](
         self, hidden_BTD: jax.Array, tables: PositionTables, kv: KV
     ) -> tuple[jax.Array, KV]:
-        with jax.named_scope("attention"):
-            mixed, kv = self.attention(self.attention_norm(hidden_BTD), tables, kv)
-        hidden_BTD = hidden_BTD + mixed
+        hidden_BTD, kv = self.attended(hidden_BTD, tables, kv)
         with jax.named_scope("mlp"):
             return hidden_BTD + self.mlp(self.mlp_norm(hidden_BTD)), kv
+
+    def attended[KV: LayerKV](
+        self, hidden_BTD: jax.Array, tables: PositionTables, kv: KV
+    ) -> tuple[jax.Array, KV]:
+        """The residual stream between attention and MLP."""
+        with jax.named_scope("attention"):
+            mixed, kv = self.attention(self.attention_norm(hidden_BTD), tables, kv)
+        return hidden_BTD + mixed, kv
 
 
 class Head(nnx.Module):
