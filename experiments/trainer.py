@@ -86,13 +86,16 @@ class Trainer:
         self.config, self.corpus = config, corpus
         self.model = jf.TrainableModel(TINY_MODELS[config.model])
         self._optimiser = optimiser(config)
-        self._update = jax.jit(self._updated, donate_argnums=(0, 1))
+        self.compilations = 0
+        self._update = jax.jit(
+            self._updated, donate_argnums=(0, 1), out_shardings=self.model.sharding
+        )
         self._loss = jax.jit(self.model.loss)
         _discard_others(folder, {**identity, "config": dataclasses.asdict(config)})
         options = ocp.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=False)
         self._checkpoints = ocp.CheckpointManager((folder / STEPS_NAME).absolute(), options=options)
         self.params = self.model.init(config.seed)
-        self._state = self._optimiser.init(self.params)
+        self._state = jax.device_put(self._optimiser.init(self.params), self.model.sharding)
         self.done = self._checkpoints.latest_step() or 0
         if self.done:
             restored = self._checkpoints.restore(
@@ -136,12 +139,16 @@ class Trainer:
     def _updated(
         self, params: Params, state: optax.OptState, ids_BT: jax.Array
     ) -> tuple[Params, optax.OptState, jax.Array, jax.Array]:
+        self.compilations += 1  # jit traces what it compiles
+
         def objective(params: Params) -> tuple[jax.Array, tuple[jax.Array, jf.Routing]]:
             loss, routing = self.model.loss(params, ids_BT)
             return loss + self.config.balance_weight * routing.balance_loss, (loss, routing)
 
         gradients, (loss, routing) = jax.grad(objective, has_aux=True)(params)
-        changes, state = self._optimiser.update(gradients, state, params)
+        # optax raises a float to an integer power.
+        with jax.numpy_dtype_promotion("standard"):
+            changes, state = self._optimiser.update(gradients, state, params)
         params = jax.tree.map(jnp.add, params, changes)
         params = self.model.balanced(params, routing, self.config.bias_rate)
         return params, state, loss, routing.load

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jinfire.checkpoints import save_hugging_face
 from jinfire.config import ModelConfig
@@ -44,8 +44,9 @@ class Routing(NamedTuple):
 class TrainableModel:
     """A model whose loss can be differentiated with respect to its weights.
 
-    `config_json` is what `config.json` of a Hugging Face folder holds. Weights are float32, on one
-    device, by logical name.
+    `config_json` is what `config.json` of a Hugging Face folder holds. Weights are float32, by
+    logical name, on one device; `sharding` is theirs, and keeps a step that is fed its own results
+    from compiling twice.
 
     Raises: UnsupportedConfig naming the field; ValueError for 4-bit experts.
     """
@@ -57,10 +58,11 @@ class TrainableModel:
             raise ValueError("training: expected experts of floating-point weights, got 4-bit ones")
         self.num_parameters = parameter_count(self.config)
         self.num_active_parameters = active_parameter_count(self.config)
-        whole = PartitionSpec()
+        whole, mesh = PartitionSpec(), make_mesh(MeshSpec(), [device or jax.devices()[0]])
+        self.sharding = NamedSharding(mesh, whole)
         self._mapped_loss = jax.shard_map(
             self._local_loss,
-            mesh=make_mesh(MeshSpec(), [device or jax.devices()[0]]),
+            mesh=mesh,
             in_specs=(whole, whole),
             out_specs=whole,
             check_vma=False,
@@ -76,7 +78,8 @@ class TrainableModel:
                 return np.zeros(shape, np.float32)
             return source.read(name, (slice(None),) * len(shape))
 
-        return {name: jnp.asarray(initial(name)) for name in sorted(source.names())}
+        arrays = {name: initial(name) for name in sorted(source.names())}
+        return jax.device_put(arrays, self.sharding)
 
     def loss(self, params: Params, ids_BT: jax.Array) -> tuple[jax.Array, Routing]:
         """Mean cross entropy, in nats, of every token but the first of each row.

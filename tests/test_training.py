@@ -60,16 +60,17 @@ def test_gradient_matches_differences(case: Case) -> None:
     assert gradients.keys() == case.params.keys()
     step = 2e-3
     for name, gradient in gradients.items():
-        slope = float(jnp.linalg.norm(gradient))
+        gradient = np.asarray(gradient)
+        slope = float(np.linalg.norm(gradient))
         if name.endswith("router.bias"):
             assert slope == 0
             continue
         assert slope > 0, name
-        direction = gradient / slope
+        direction, value = gradient / slope, np.asarray(case.params[name])
         losses = []
         for sign in (1, -1):
-            moved = {**case.params, name: case.params[name] + sign * step * direction}
-            loss, then = case.loss(moved, case.ids_BT)
+            moved = value + np.float32(sign * step) * direction
+            loss, then = case.loss({**case.params, name: moved}, case.ids_BT)
             np.testing.assert_array_equal(then.load, routing.load, err_msg=name)
             losses.append(float(loss))
         difference = (losses[0] - losses[1]) / (2 * step)
@@ -145,7 +146,8 @@ def test_biases_move_against_the_load() -> None:
     params, worst = case.params, []
     for _ in range(60):
         _, routing = case.loss(params, case.ids_BT)
-        worst.append(float(routing.load.max() / routing.load.mean()))
+        load = np.asarray(routing.load)
+        worst.append(load.max() / load.mean())
         params = case.model.balanced(params, routing, 0.02)
     assert min(worst[-5:]) < min(worst[0], 1.5)
 
@@ -178,7 +180,7 @@ def test_four_bit_experts_are_refused() -> None:
             "lm_head",
             "re:.*self_attn.*",
             "re:.*shared_experts.*",
-            "re:.*mlp.(gate|up|down)_proj.*",
+            r"re:.*mlp\.(gate|up|gate_up|down)_proj.*",
         ],
     }
     with pytest.raises(ValueError, match="4-bit"):
