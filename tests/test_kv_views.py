@@ -1,6 +1,5 @@
 """One layer over three stores of its keys and values: the batch, and pages in both phases."""
 
-import dataclasses
 import functools
 
 import jax
@@ -37,7 +36,7 @@ LATENT = LatentConfig(query_rank=12, rank=10, nope_dim=6, rope_dim=4, value_dim=
 
 
 def one_layer(attention: str, **changes) -> ModelConfig:
-    return dataclasses.replace(tiny_config(**changes), layers=(LayerSpec(attention),))
+    return tiny_config((LayerSpec(attention),), **changes)
 
 
 CONFIGS = {
@@ -287,7 +286,9 @@ def test_expansion_is_bounded() -> None:
 
     def temporary_bytes(columns: int) -> int:
         case = expanded_case((0,), (8,), 8, columns)
-        return EXPANDED.lower(**case).compile().memory_analysis().temp_size_in_bytes
+        analysis = EXPANDED.lower(**case).compile().memory_analysis()
+        assert analysis is not None
+        return analysis.temp_size_in_bytes
 
     few, many = temporary_bytes(32), temporary_bytes(1024)
     one_token = 3 * (6 + 5) * 4
