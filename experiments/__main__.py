@@ -1,4 +1,7 @@
-"""`python -m experiments list | run NAME | tables`: the command line of the experiments."""
+"""`python -m experiments list | run NAME | tables`: the command line of the experiments.
+
+`python -m experiments NAME` is `run NAME`.
+"""
 
 import argparse
 import json
@@ -26,8 +29,9 @@ from experiments.harness import (
     unfinished,
     write_row,
 )
+from experiments.train_tiny import TRAIN_TINY
 
-EXPERIMENTS: dict[str, Experiment] = {e.name: e for e in (DISAGGREGATION, ENGINE_SPEED)}
+EXPERIMENTS: dict[str, Experiment] = {e.name: e for e in (DISAGGREGATION, ENGINE_SPEED, TRAIN_TINY)}
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 
@@ -75,6 +79,9 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0, 1 when a check or a run failed, 2 for a wrong command."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if arguments and arguments[0] in EXPERIMENTS:
+        arguments = ["run", *arguments]
     args = parser().parse_args(arguments)
     try:
         code, document = COMMANDS[args.command](args)
@@ -115,7 +122,13 @@ def _run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     configs = select(experiment.configs(args.smoke), args.only)
     configs = [experiment.adapt(config, options) for config in configs]
     path = results_path(args.results or _results(args.smoke), experiment.name)
+    outputs = [experiment.output(config, options) for config in configs]
     todo = configs if args.force else unfinished(experiment, configs, read_rows(path))
+    todo = [
+        config
+        for config, output in zip(configs, outputs, strict=True)
+        if config in todo or (output is not None and not output.exists())
+    ]
     need = max((experiment.devices(config) for config in todo), default=1)
     if todo:
         _provide_devices(args.devices or need)
@@ -136,6 +149,8 @@ def _run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         "skipped": len(configs) - len(todo),
         "rows": rows,
     }
+    if any(outputs):
+        document["outputs"] = [str(output) for output in outputs]
     return EXIT_OK, document
 
 

@@ -84,7 +84,8 @@ class Experiment:
 
     `configs(smoke)` are all its configs; `run(todo, options)` yields a `Measured` for each of
     those it is given, in any order. `devices(config)` is how many devices one needs; `adapt` puts
-    into a config what an option of the caller changes in it.
+    into a config what an option of the caller changes in it. `output` is a folder that a config
+    leaves on this machine, for others to use: without it, a row that stands is measured again.
     """
 
     name: str
@@ -95,6 +96,7 @@ class Experiment:
     sources: tuple[str, ...]
     tables: Mapping[str, Callable[[Sequence[Row]], Any]]
     adapt: Callable[[Config, Options], Config] = lambda config, options: config
+    output: Callable[[Config, Options], pathlib.Path | None] = lambda config, options: None
 
 
 @dataclasses.dataclass(frozen=True)

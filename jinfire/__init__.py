@@ -24,6 +24,7 @@ from jinfire.request import (
     TokenLogprobs,
 )
 from jinfire.tokenizer import Tokenizer
+from jinfire.training import Routing, TrainableModel
 from sharding import MeshSpec
 
 __version__ = "0.1.0"
@@ -45,10 +46,12 @@ __all__ = [
     "RequestMetrics",
     "RequestOutput",
     "RequestTooLong",
+    "Routing",
     "SamplingParams",
     "TokenEvent",
     "TokenLogprobs",
     "Tokenizer",
+    "TrainableModel",
     "TransferFailed",
     "UnknownToken",
     "UnsupportedConfig",

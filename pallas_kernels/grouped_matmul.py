@@ -4,8 +4,10 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.grouped_matmul_grad import grouped_weights_gradient
 from pallas_kernels.grouped_matmul_mosaic import (
     SPACE,
     GroupedBlocks,
@@ -123,9 +125,38 @@ def grouped_matmul(
     """Each row times the weights of its group; rows behind the last group give zeros.
 
     Sums are float32. A row's result depends on its own values, its group's weights and the shapes.
+    Reverse mode differentiates it with respect to rows and weights.
 
     Shapes: x [M, D] sorted by group, weights [E, F, D], group sizes [E] int32 with a sum of at
     most M; the result is [M, F].
     Layout: experts may be a shard of the model's, features too.
     """
+    return _product(x_MD, weights_EFD, group_sizes_E, implementation)
+
+
+Residuals = tuple[jax.Array, jax.Array, jax.Array]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _product(
+    x_MD: jax.Array, weights_EFD: jax.Array, group_sizes_E: jax.Array, implementation: str | None
+) -> jax.Array:
     return GROUPED_MATMUL(x_MD, weights_EFD, group_sizes_E, implementation=implementation)
+
+
+def _forward(*args: Any) -> tuple[jax.Array, Residuals]:
+    return _product(*args), args[:3]
+
+
+def _backward(
+    implementation: str | None, residuals: Residuals, gradient_MF: jax.Array
+) -> tuple[Any, jax.Array, None]:
+    """Gradients of rows and weights; rows of no group, and weights without rows, get zeros."""
+    x_MD, weights_EFD, group_sizes_E = residuals
+    weights_EDF = jnp.swapaxes(weights_EFD, 1, 2)
+    x_gradient_MD = _product(gradient_MF, weights_EDF, group_sizes_E, implementation)
+    sums_EFD = grouped_weights_gradient(x_MD, gradient_MF, group_sizes_E)
+    return x_gradient_MD, sums_EFD.astype(weights_EFD.dtype), None
+
+
+_product.defvjp(_forward, _backward)

@@ -40,7 +40,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("programs.batch",),
     ("programs.forward", "programs.prefill", "programs.decode", "programs.handoff"),
     ("scheduler", "runner", "ledger", "admission"),
-    ("model", "engine"),
+    ("model", "engine", "training"),
     ("cli.console",),
     ("cli.options", "cli.running"),
     ("cli.generate", "cli.chat", "cli.inspect", "cli.fetch", "cli.init", "cli.demo"),

@@ -37,14 +37,20 @@ class DecoderLayer(nnx.Module):
     def __call__[KV: LayerKV](
         self, hidden_BTD: jax.Array, tables: PositionTables, kv: KV
     ) -> tuple[jax.Array, KV]:
-        with jax.named_scope("attention"):
-            mixed, kv = self.attention(self.attention_norm(hidden_BTD), tables, kv)
-        hidden_BTD = hidden_BTD + mixed
+        hidden_BTD, kv = self.attended(hidden_BTD, tables, kv)
         with jax.named_scope("mlp"):
             normed = self.mlp_norm(hidden_BTD)
             if isinstance(self.mlp, MoE):
                 return hidden_BTD + self.mlp(normed, kv.live_tokens()), kv
             return hidden_BTD + self.mlp(normed), kv
+
+    def attended[KV: LayerKV](
+        self, hidden_BTD: jax.Array, tables: PositionTables, kv: KV
+    ) -> tuple[jax.Array, KV]:
+        """The residual stream between attention and MLP."""
+        with jax.named_scope("attention"):
+            mixed, kv = self.attention(self.attention_norm(hidden_BTD), tables, kv)
+        return hidden_BTD + mixed, kv
 
 
 class Head(nnx.Module):
