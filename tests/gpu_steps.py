@@ -22,9 +22,7 @@ from jinfire.programs.batch import DecodeControl, DecodeRows, PrefillBatch, samp
 from jinfire.programs.decode import decode_program
 from jinfire.programs.prefill import prefill_program
 from jinfire.programs.runtime import REPLICATED, CompileLog, MeshModel
-from pallas_kernels import KERNELS
-from pallas_kernels.aot import Compiler, Target
-from pallas_kernels.toolchain import run_python
+from pallas_kernels import KERNELS, Compiler, Target, run_python
 from sharding import MeshSpec, make_mesh
 
 RECORD = Path(__file__).with_suffix(".json")
