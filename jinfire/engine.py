@@ -18,7 +18,6 @@ from jinfire.admission import Admission
 from jinfire.checkpoints import TensorSource, load_tokenizer, open_checkpoint
 from jinfire.config import EngineConfig, Placement
 from jinfire.errors import EngineFailed, TransferFailed
-from jinfire.kvcache.page_table import PagePool
 from jinfire.ledger import Ledger, Live, describe
 from jinfire.metrics import DEFINITIONS, EventLog
 from jinfire.models.spec import kv_bytes_per_token, parameter_count
@@ -94,12 +93,8 @@ class Engine:
         self._steps = self._decode_dispatches = self._stalled = 0
 
     def _new_scheduler(self) -> Scheduler:
-        pages, caching = self.config.pool_pages, self.config.prefix_caching
-        prefill_pool = PagePool(pages, self.config.page_size, caching)
-        decode_pool = prefill_pool
-        if not self.placement.is_colocated:
-            decode_pool = PagePool(pages, self.config.page_size, caching)
-        return Scheduler(self.config, prefill_pool, decode_pool, self._runner.prefill_microbatches)
+        microbatches = self._runner.prefill_microbatches
+        return Scheduler(self.config, *self._runner.page_sets(), microbatches)
 
     @classmethod
     def from_pretrained(

@@ -1,12 +1,14 @@
 """How a model's logical tensors lie on one mesh: stages, slots, shards and padding.
 
 Weights of the layers that share a *slot* (their position within a stage) are one array with a
-leading stage axis that is sharded over pipeline, so every stage runs the same program. Stages
-with fewer layers hold zeros in their last slots, and a decoder layer of zeros is the identity.
+leading stage axis that is sharded over pipeline, so every stage runs the same program. A slot is
+of one kind on all stages; a stage without a layer for it holds zeros there, and a decoder layer of
+zeros is the identity.
 """
 
 import dataclasses
 import functools
+import itertools
 
 import numpy as np
 from jax.sharding import PartitionSpec
@@ -18,6 +20,7 @@ from sharding import (
     PIPELINE,
     TENSOR,
     MeshSpec,
+    check_experts,
     check_tensor,
     partition_spec,
     stage_counts,
@@ -66,9 +69,15 @@ class StageLayout:
 
     def __post_init__(self) -> None:
         config, spec = self.config, self.mesh_spec
-        heads = (config.num_heads, config.num_kv_heads)
-        check_tensor(*heads, spec.tensor, mlp_width=config.mlp_width)
-        if spec.expert > 1:
+        kinds = {layer.mlp for layer in config.layers}
+        widths = {"mlp_width": config.mlp_width} if "dense" in kinds else {}
+        experts = config.experts
+        if experts is not None and experts.shared_width:
+            widths["shared_width"] = experts.shared_width
+        check_tensor(config.num_heads, config.cached_heads, spec.tensor, spec.expert, **widths)
+        if experts is not None:
+            check_experts(experts.count, experts.width, spec.expert, spec.tensor)
+        elif spec.expert > 1:
             raise ValueError(
                 f"expert axis: expected 1 for the dense model family {config.family!r}, "
                 f"got {spec.expert}"
@@ -80,29 +89,43 @@ class StageLayout:
         """Layers per stage."""
         return stage_counts(self.config.num_layers, self.mesh_spec.pipeline)
 
+    @functools.cached_property
+    def _slots(self) -> tuple[tuple[LayerSpec, tuple[int | None, ...]], ...]:
+        """Kind of every slot, and the layer in it by stage.
+
+        The kinds are a sequence of which every stage's layers are a part, in their order. Each
+        slot is what the stage with the most layers left needs next, and all stages that need the
+        same fill it. Stages of one pattern thus get one slot per layer.
+        """
+        starts = itertools.accumulate(self.counts, initial=0)
+        left = [list(range(*ends)) for ends in itertools.pairwise(starts)]
+        slots = []
+        while any(left):
+            kind = self.config.layers[max(left, key=len)[0]]
+            fits = [bool(layers) and self.config.layers[layers[0]] == kind for layers in left]
+            placed = [
+                layers.pop(0) if fit else None for layers, fit in zip(left, fits, strict=True)
+            ]
+            slots.append((kind, tuple(placed)))
+        return tuple(slots)
+
     @property
     def slots(self) -> int:
         """Layers that every stage's program runs."""
-        return max(self.counts)
+        return len(self._slots)
+
+    @property
+    def padded_slots(self) -> int:
+        """Slots without a layer, over all stages."""
+        return self.slots * self.mesh_spec.pipeline - self.config.num_layers
 
     def layer_at(self, stage: int, slot: int) -> int | None:
         """Model layer in a stage's slot, None where the slot only pads."""
-        return sum(self.counts[:stage]) + slot if slot < self.counts[stage] else None
+        return self._slots[slot][1][stage]
 
-    @functools.cached_property
+    @property
     def slot_specs(self) -> tuple[LayerSpec, ...]:
-        kinds = []
-        for slot in range(self.slots):
-            layers = [self.layer_at(stage, slot) for stage in range(self.mesh_spec.pipeline)]
-            specs = {self.config.layers[layer] for layer in layers if layer is not None}
-            if len(specs) != 1:
-                raise ValueError(
-                    f"pipeline {self.mesh_spec.pipeline}: expected layers of one kind in slot "
-                    f"{slot} of every stage, got {sorted(map(str, specs))}; choose a pipeline "
-                    "size at which the layer pattern repeats"
-                )
-            kinds.append(specs.pop())
-        return tuple(kinds)
+        return tuple(kind for kind, _ in self._slots)
 
     @property
     def skeleton(self) -> Skeleton:

@@ -13,6 +13,7 @@ import numpy as np
 
 from jinfire.checkpoints import TensorSource
 from jinfire.config import EngineConfig, Placement
+from jinfire.kvcache.page_set import HeldPages, KVGroup, PageSet, kv_groups
 from jinfire.kvcache.page_table import pages_for
 from jinfire.kvcache.pages import Pools, make_pools, pool_bytes
 from jinfire.layout import StageLayout
@@ -22,7 +23,6 @@ from jinfire.programs.batch import (
     DecodeTokens,
     NewRow,
     PrefillBatch,
-    Tables,
     sampling_arrays,
     set_sampling,
 )
@@ -32,7 +32,7 @@ from jinfire.programs.prefill import prefill_program
 from jinfire.programs.runtime import CompileLog, MeshModel, Program
 from jinfire.programs.sampler import Sampled
 from jinfire.progress import progress
-from jinfire.sequence import DecodePlan, PrefillPlan, Sequence
+from jinfire.sequence import DecodePlan, Grants, PrefillPlan, Sequence
 from sharding import Device, Schedule, split_devices
 
 DEVICE_STOP_IDS = 8
@@ -67,25 +67,33 @@ class Runner:
         ]
         self.prefill_model, self.decode_model = models[0], models[-1]
         self._models = models
-        self._groups = source.config.kv_groups
+        self._groups = kv_groups(source.config, config)
         self._dtype = dtype
         self.reset()
         self._prefill = prefill_program(self.prefill_model)
         self._decode: dict[tuple[int, int], Program] = {}
-        self._handoff = Handoff(self.prefill_model, self.decode_model, config.table_width)
+        rings = {group.name: group.ring for group in self._groups}
+        self._handoff = Handoff(self.prefill_model, self.decode_model, rings)
 
     def reset(self) -> None:
         """Empty pools and rows: at the start, and after a step that was broken off."""
         self._pools: list[Pools] = []  # the old ones are freed first
         # One entry for both phases when colocated: donated pools are replaced in one place.
+        sizes = {group.name: group.pool_pages for group in self._groups}
         self._pools = [
-            make_pools(
-                model.layout, model.mesh, self.config.pool_pages, self.config.page_size, self._dtype
-            )
+            make_pools(model.layout, model.mesh, sizes, self.config.page_size, self._dtype)
             for model in self._models
         ]
         self._rows = self._empty_rows()
         self._halt: set[int] = set()
+
+    def page_sets(self) -> tuple[PageSet, PageSet]:
+        """The books of empty pools, of prefill and decode; one for both when colocated."""
+        config = self.config
+        sets = [
+            PageSet(self._groups, config.page_size, config.prefix_caching) for _ in self._models
+        ]
+        return sets[0], sets[-1]
 
     @property
     def is_colocated(self) -> bool:
@@ -135,9 +143,8 @@ class Runner:
                 token_ids[m, r, : chunk.length] = sequence.tokens[chunk.start : end]
                 starts[m, r], lengths[m, r] = chunk.start, chunk.length
                 wants_token[m, r] = chunk.is_last
-                pages = sequence.prefill_pages[: pages_for(end, self.config.page_size)]
-                for table in tables.values():
-                    table[m, r, : len(pages)] = pages
+                columns = pages_for(end, self.config.page_size)
+                _fill(tables, (m, r), sequence.prefill_pages, columns)
                 if chunk.is_last:
                     set_sampling(sampling, (m, r), sequence.request)
         batch = PrefillBatch(token_ids, starts, lengths, wants_token, tables, sampling)
@@ -147,15 +154,14 @@ class Runner:
     def send(self, sequence: Sequence, sampled: Sampled) -> Transit:
         """Start moving a prefilled sequence to the decode mesh; right behind its prefill."""
         count = pages_for(sequence.computed, self.config.page_size)
-        return self._handoff.send(self._pools[0], sequence.prefill_pages[:count], sampled)
+        return self._handoff.send(self._pools[0], sequence.prefill_pages.first(count), sampled)
 
     def install(self, sequence: Sequence, transit: Transit, source: tuple[int, int]) -> None:
         """Put an arrived sequence into its row. `source` is its (m, r) in the prefill."""
         assert sequence.row is not None
         self._halt.discard(sequence.row)  # the row has a new owner, and new state
         tables = self._tables((self.config.table_width,))
-        for table in tables.values():
-            table[: len(sequence.decode_pages)] = sequence.decode_pages
+        _fill(tables, (), sequence.decode_pages, sequence.decode_pages.columns)
         stop_ids = np.full(DEVICE_STOP_IDS, -1, np.int32)
         known = sorted(sequence.stop_ids)[:DEVICE_STOP_IDS]
         stop_ids[: len(known)] = known
@@ -171,7 +177,7 @@ class Runner:
             sampling=jax.tree.map(lambda leaf: leaf[0], sampling),
         )
         self._pools[-1], self._rows = self._handoff.install(
-            self._pools[-1], self._rows, transit, sequence.decode_pages, row
+            self._pools[-1], self._rows, transit, sequence.decode_pages.by_group, row
         )
 
     def halt(self, rows: list[int]) -> None:
@@ -197,12 +203,13 @@ class Runner:
                 self._warm_handoff(next(iter(sampled.values())), bucket)
         buckets = [(b, w) for b in config.decode_rows() for w in config.context_widths()]
         for rows, width in progress(buckets, desc="compile decode"):
-            self._dispatch_decode(rows, width, [])
+            self._dispatch_decode(rows, width, {})
         jax.block_until_ready(self._rows.token)
 
     def _warm_handoff(self, sampled: Sampled, num_pages: int) -> None:
         # Null pages to null pages, into a row with nothing left to decode.
-        transit = self._handoff.send(self._pools[0], [0] * num_pages, sampled)
+        pages = {group.name: [0] * min(num_pages, group.ring) for group in self._groups}
+        transit = self._handoff.send(self._pools[0], pages, sampled)
         row = NewRow(
             row=np.int32(0),
             source=np.zeros(2, np.int32),
@@ -213,12 +220,10 @@ class Runner:
             sampling=jax.tree.map(lambda leaf: leaf[0], sampling_arrays((1,))),
         )
         self._pools[-1], self._rows = self._handoff.install(
-            self._pools[-1], self._rows, transit, [0] * num_pages, row
+            self._pools[-1], self._rows, transit, pages, row
         )
 
-    def _dispatch_decode(
-        self, rows: int, width: int, grants: list[tuple[int, int, int]]
-    ) -> DecodeTokens:
+    def _dispatch_decode(self, rows: int, width: int, grants: Grants) -> DecodeTokens:
         config = self.config
         program = self._decode.get((rows, width))
         if program is None:
@@ -228,18 +233,23 @@ class Runner:
         halt = np.zeros(config.max_rows, np.bool_)
         halt[list(self._halt)] = True
         self._halt.clear()
-        # Each row can need this many new pages for J more tokens; row max_rows is padding.
-        capacity = config.max_rows * (config.decode_steps // config.page_size + 2)
-        granted = np.full((capacity, 3), config.max_rows, np.int32)
-        granted[: len(grants)] = np.array(grants, np.int32).reshape(-1, 3)
-        control = DecodeControl(halt, dict.fromkeys(self._groups, granted))
+        control = DecodeControl(halt, {g.name: self._granted(grants, g) for g in self._groups})
         self._pools[-1], self._rows, tokens = program(
             self.decode_model.params, self._pools[-1], self._rows, control
         )
         return tokens
 
-    def _tables(self, shape: tuple[int, ...]) -> Tables:
-        return {group: np.zeros(shape, np.int32) for group in self._groups}  # type: ignore[misc]
+    def _granted(self, grants: Grants, group: KVGroup) -> np.ndarray:
+        """One group's grants, padded to what all rows can need for J more tokens."""
+        config = self.config
+        capacity = config.max_rows * (config.decode_steps // config.page_size + 2)
+        granted = np.full((capacity, 3), config.max_rows, np.int32)  # row max_rows is padding
+        if listed := grants.get(group.name):
+            granted[: len(listed)] = listed
+        return granted
+
+    def _tables(self, shape: tuple[int, ...]) -> dict[str, np.ndarray]:
+        return {group.name: np.zeros(shape, np.int32) for group in self._groups}
 
     def _empty_rows(self) -> DecodeRows:
         count = self.config.max_rows
@@ -255,6 +265,14 @@ class Runner:
                 sampling=sampling_arrays((count,)),
             )
         )
+
+
+def _fill(
+    tables: dict[str, np.ndarray], row: tuple[int, ...], held: HeldPages, columns: int
+) -> None:
+    """Writes a sequence's first columns into its row of every group's table."""
+    for group, table in tables.items():
+        table[row][:columns] = held.table(group, 0, columns)
 
 
 @dataclasses.dataclass

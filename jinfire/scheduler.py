@@ -16,12 +16,14 @@ import numpy as np
 
 from jinfire.config import EngineConfig
 from jinfire.errors import EmptyPrompt, RequestTooLong
-from jinfire.kvcache.page_table import PagePool, pages_for
+from jinfire.kvcache.page_set import HeldPages, PageSet
+from jinfire.kvcache.page_table import pages_for
 from jinfire.packing import choose_prefill_shape
 from jinfire.request import FinishReason, Request
 from jinfire.sequence import (
     Committed,
     DecodePlan,
+    Grants,
     Plan,
     PrefillPlan,
     ScheduledChunk,
@@ -34,29 +36,29 @@ from jinfire.sequence import (
 class Scheduler:
     """Rows, pages and chunks for every request; first come, first served.
 
-    One pool for both phases (the same object twice) means colocated: a sequence has one page list
-    and its row is installed in the plan that issues its last chunk. With two pools it is installed
-    when its handoff has arrived. Both pools are reserved when a sequence is admitted, for all known
-    tokens and the first decode dispatch. When running rows outgrow the pool, the youngest one is
-    preempted: it waits at the front and is prefilled again with the tokens it has.
+    One page set for both phases (the same object twice) means colocated: a sequence has one set of
+    pages and its row is installed in the plan that issues its last chunk. With two it is installed
+    when its handoff has arrived. Both are reserved, in all KV groups, when a sequence is admitted,
+    for all known tokens and the first decode dispatch. When running rows outgrow a pool, the
+    youngest one is preempted: it waits at the front and is prefilled again with the tokens it has.
     """
 
     def __init__(
         self,
         config: EngineConfig,
-        prefill_pool: PagePool,
-        decode_pool: PagePool,
+        prefill_pools: PageSet,
+        decode_pools: PageSet,
         microbatches: int = 1,
     ) -> None:
-        for pool in (prefill_pool, decode_pool):
-            if pool.page_size != config.page_size:
+        for pools in (prefill_pools, decode_pools):
+            if pools.page_size != config.page_size:
                 raise ValueError(
-                    f"page_size: expected {config.page_size} (EngineConfig), got {pool.page_size}"
+                    f"page_size: expected {config.page_size} (EngineConfig), got {pools.page_size}"
                 )
         self.config = config
-        self.prefill_pool = prefill_pool
-        self.decode_pool = decode_pool
-        self.is_colocated = prefill_pool is decode_pool
+        self.prefill_pools = prefill_pools
+        self.decode_pools = decode_pools
+        self.is_colocated = prefill_pools is decode_pools
         self.microbatches = microbatches
         self.stats = SchedulerStats()
         self._sequences: dict[str, Sequence] = {}
@@ -66,13 +68,17 @@ class Scheduler:
         self._free_rows = list(range(config.max_rows))  # a heap: the lowest row first
         self._halt: set[int] = set()
         self._arrivals = 0
-        self._blocked: tuple[Sequence, int, int] | None = None
+        self._blocked: tuple[Sequence, tuple[int, ...]] | None = None
         self._row_buckets = config.decode_rows()
         self._widths = config.context_widths()
         self._slot_budget = microbatches * max(
             rows * chunk for rows, chunk in config.prefill_shapes
         )
         self._sequence_budget = microbatches * max(chunk for _, chunk in config.prefill_shapes)
+
+    @property
+    def _sides(self) -> list[tuple[str, PageSet]]:
+        return [("prefill", self.prefill_pools), ("decode", self.decode_pools)]
 
     @property
     def has_work(self) -> bool:
@@ -100,8 +106,8 @@ class Scheduler:
             "prefill_tokens": counts.prefill_tokens,
             "prefill_padded_tokens": counts.prefill_padded_tokens,
             "free_pages": {
-                "prefill": self.prefill_pool.free_pages,
-                "decode": self.decode_pool.free_pages,
+                phase: {name: pool.free_pages for name, pool in pools.pools.items()}
+                for phase, pools in self._sides
             },
         }
 
@@ -128,14 +134,14 @@ class Scheduler:
         limit = min(num_prompt + request.params.max_tokens, config.max_context)
         sequence = Sequence(request, self._arrivals, limit)
         pages = pages_for(sequence.kv_limit, config.page_size)
-        pools = [("prefill", self.prefill_pool), ("decode", self.decode_pool)]
-        for name, pool in pools[: 1 if sequence.remaining == 1 else 2]:
-            if pages > pool.total:
-                raise RequestTooLong(
-                    f"request {request.request_id!r}: {num_prompt} prompt tokens and "
-                    f"max_tokens={request.params.max_tokens} need {pages} pages of "
-                    f"{config.page_size} tokens, the {name} pool has {pool.total}"
-                )
+        for name, pools in self._sides[: 1 if sequence.remaining == 1 else 2]:
+            for needed, total in zip(pools.demand(pages), pools.totals, strict=True):
+                if needed > total:
+                    raise RequestTooLong(
+                        f"request {request.request_id!r}: {num_prompt} prompt tokens and "
+                        f"max_tokens={request.params.max_tokens} need {needed} pages of "
+                        f"{config.page_size} tokens, the {name} pool has {total}"
+                    )
         self._arrivals += 1
         self._sequences[request.request_id] = sequence
         self._waiting[request.request_id] = sequence
@@ -170,8 +176,8 @@ class Scheduler:
     def handoff_sent(self, sequence: Sequence) -> None:
         """The gather of a sequence's pages is issued: the prefill pool may reuse them."""
         if not self.is_colocated and sequence.state is not SequenceState.FINISHED:
-            self.prefill_pool.release(sequence.prefill_pages)
-            sequence.prefill_pages = []
+            self.prefill_pools.release(sequence.prefill_pages)
+            sequence.prefill_pages = HeldPages()
 
     # Plan.
 
@@ -207,36 +213,51 @@ class Scheduler:
         sequence.kv_bound = sequence.computed
         self._running[sequence.row] = sequence
 
-    def _grow(self) -> tuple[list[tuple[int, int, int]], list[Sequence]]:
+    def _grow(self) -> tuple[Grants, list[Sequence]]:
         """Pages for the next dispatch of every running row; preempts the youngest while short.
 
         A row that is installed in this plan never needs any: its first dispatch was reserved.
         """
-        size, steps, pool = self.config.page_size, self.config.decode_steps, self.decode_pool
+        size, steps, pools = self.config.page_size, self.config.decode_steps, self.decode_pools
         wants: dict[Sequence, int] = {}
         for sequence in self._running.values():
-            tokens = min(sequence.kv_bound + steps, sequence.kv_limit)
-            count = pages_for(tokens, size) - len(sequence.decode_pages)
-            if count > 0:
-                wants[sequence] = count
-        total = sum(wants.values())
-        preempted = []
-        if total > pool.free_pages:
+            columns = pages_for(min(sequence.kv_bound + steps, sequence.kv_limit), size)
+            if columns > sequence.decode_pages.columns:
+                wants[sequence] = columns
+        preempted: list[Sequence] = []
+        if not wants:
+            return {}, preempted
+        if not self._can_grow(wants):
             victims = sorted(self._running.values(), key=lambda sequence: sequence.arrival)
-            while total > pool.free_pages:
+            while not self._can_grow(wants):
                 victim = victims.pop()
-                total -= wants.pop(victim, 0)
+                wants.pop(victim, None)
                 self._preempt(victim)
                 preempted.append(victim)
-        grants = []
+        grants: Grants = {group.name: [] for group in pools.groups}
         for row, sequence in self._running.items():
-            if sequence not in wants:
+            columns = wants.get(sequence)
+            if columns is None:
                 continue
-            pages = pool.allocate(wants[sequence])
-            column = len(sequence.decode_pages)
-            grants += [(row, column + i, page) for i, page in enumerate(pages)]
-            sequence.decode_pages += pages
+            held = sequence.decode_pages
+            first = held.columns
+            pools.grow(held, columns)
+            for group, granted in grants.items():
+                pages = held.table(group, first, columns)
+                granted += [(row, first + i, page) for i, page in enumerate(pages)]
         return grants, preempted
+
+    def _can_grow(self, wants: dict[Sequence, int]) -> bool:
+        """Whether every sequence can have pages for that many columns."""
+        pools = self.decode_pools
+        demands = [
+            pools.demand(columns, sequence.decode_pages.columns)
+            for sequence, columns in wants.items()
+        ]
+        return all(
+            sum(counts) <= free
+            for counts, free in zip(zip(*demands, strict=True), pools.free, strict=False)
+        )
 
     def _preempt(self, sequence: Sequence) -> None:
         self._vacate(sequence, reusable=True, row_stopped=False)
@@ -267,13 +288,13 @@ class Scheduler:
         valid = sequence.computed
         if self.is_colocated and sequence.state is SequenceState.RUNNING:
             valid = max(valid, len(sequence.tokens) - 1)  # the newest token's KV is not written yet
-        if reusable and sequence.prefill_pages:
-            self.prefill_pool.register(sequence.tokens, sequence.prefill_pages, valid)
-        self.prefill_pool.release(sequence.prefill_pages)
+        if reusable:
+            self.prefill_pools.register(sequence.tokens, sequence.prefill_pages, valid)
+        self.prefill_pools.release(sequence.prefill_pages)
         if not self.is_colocated:
-            self.decode_pool.release(sequence.decode_pages)
-        sequence.prefill_pages = []
-        sequence.decode_pages = []
+            self.decode_pools.release(sequence.decode_pages)
+        sequence.prefill_pages = HeldPages()
+        sequence.decode_pages = HeldPages()
 
     def _admit(self) -> None:
         """Moves sequences from the queue's head to prefill while they fit; never skips one."""
@@ -295,35 +316,36 @@ class Scheduler:
 
     def _reserve(self, sequence: Sequence) -> bool:
         """Row and pages for the head of the queue, or nothing and False."""
-        prefill_pool, decode_pool = self.prefill_pool, self.decode_pool
+        prefill_pools, decode_pools = self.prefill_pools, self.decode_pools
         needs_row = sequence.remaining > 1
         if needs_row and not self._free_rows:
             return False
-        free = (prefill_pool.free_pages, decode_pool.free_pages)
+        free = prefill_pools.free + decode_pools.free
         if self._running and self._blocked is not None and self._blocked[0] is sequence:
-            _, *free_then = self._blocked
-            if free[0] <= free_then[0] and free[1] <= free_then[1]:
-                return False  # nothing was freed since: do not walk its prefix again
+            nothing_freed = all(
+                now <= then for now, then in zip(free, self._blocked[1], strict=True)
+            )
+            if nothing_freed:
+                return False  # do not walk its prefix again
         size, known = self.config.page_size, len(sequence.tokens)
-        decode_count = pages_for(min(known + self.config.decode_steps, sequence.kv_limit), size)
-        prefill_count = decode_count if self.is_colocated else pages_for(known, size)
-        matched = prefill_pool.match(sequence.tokens)
-        fits = prefill_pool.fits(prefill_count - len(matched), matched)
+        decode_columns = pages_for(min(known + self.config.decode_steps, sequence.kv_limit), size)
+        prefill_columns = decode_columns if self.is_colocated else pages_for(known, size)
+        fits = prefill_pools.fits(prefill_columns, prefill_pools.match(sequence.tokens))
         if not self.is_colocated and needs_row:
-            fits = fits and decode_pool.fits(decode_count)
+            fits = fits and decode_pools.fits(decode_columns)
         if not fits:
-            self._blocked = (sequence, *free)
+            self._blocked = (sequence, free)
             return False
         self._blocked = None
-        hits = prefill_pool.lookup(sequence.tokens)
-        sequence.prefill_pages = hits + prefill_pool.allocate(prefill_count - len(hits))
+        held, computed = prefill_pools.allocate(prefill_columns, sequence.tokens)
+        sequence.prefill_pages = held
         if self.is_colocated:
-            sequence.decode_pages = sequence.prefill_pages
+            sequence.decode_pages = held
         elif needs_row:
-            sequence.decode_pages = decode_pool.allocate(decode_count)
+            sequence.decode_pages, _ = decode_pools.allocate(decode_columns)
         if needs_row:
             sequence.row = heapq.heappop(self._free_rows)
-        sequence.computed = len(hits) * size
+        sequence.computed = computed
         if sequence.admissions == 0:
             sequence.cached = sequence.computed
             self.stats.prompt_tokens += known
@@ -368,9 +390,9 @@ class Scheduler:
         del self._prefilling[sequence.request_id]
         sequence.state = SequenceState.HANDOFF
         sequence.awaits_first_token = True
-        self.prefill_pool.register(sequence.tokens, sequence.prefill_pages, sequence.computed)
+        self.prefill_pools.register(sequence.tokens, sequence.prefill_pages, sequence.computed)
 
-    def _plan_decode(self, grants: list[tuple[int, int, int]]) -> DecodePlan | None:
+    def _plan_decode(self, grants: Grants) -> DecodePlan | None:
         steps = self.config.decode_steps
         rows, longest = {}, 0
         for row, sequence in self._running.items():

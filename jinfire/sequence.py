@@ -4,6 +4,7 @@ import dataclasses
 import enum
 from typing import NamedTuple
 
+from jinfire.kvcache.page_set import HeldPages
 from jinfire.request import FinishReason, Request
 
 
@@ -37,8 +38,8 @@ class Sequence:
         self.state = SequenceState.WAITING
         self.finish_reason: FinishReason | None = None
         self.row: int | None = None
-        self.prefill_pages: list[int] = []
-        self.decode_pages: list[int] = []
+        self.prefill_pages = HeldPages()
+        self.decode_pages = HeldPages()
         self.computed = 0
         self.cached = 0
         self.kv_bound = 0
@@ -86,6 +87,10 @@ class ScheduledChunk(NamedTuple):
     needs_handoff: bool
 
 
+Grants = dict[str, list[tuple[int, int, int]]]
+"""By KV group: (row, column, page) additions to page tables."""
+
+
 class PrefillPlan(NamedTuple):
     """One prefill program. Shapes: `shape` (M, R, C); `chunks` [M][<= R]; `width` in pages."""
 
@@ -102,15 +107,15 @@ class DecodePlan(NamedTuple):
     """One decode program of `steps` steps over the rows below `row_bucket`.
 
     `rows` are the rows that still have something to decode, as of this dispatch: keep the plan
-    with the dispatch, `commit_decode` needs it. `grants` are (row, column, page) additions to page
-    tables installed by earlier plans. Units: `width` in pages.
+    with the dispatch, `commit_decode` needs it. `grants` are for page tables installed by earlier
+    plans. Units: `width` in pages.
     """
 
     rows: dict[int, Sequence]
     row_bucket: int
     width: int
     steps: int
-    grants: list[tuple[int, int, int]]
+    grants: Grants
 
 
 class Plan(NamedTuple):

@@ -8,6 +8,7 @@ from pallas_kernels.bench import (
     seconds_per_call,
 )
 from pallas_kernels.compiler import TARGET_NAMES, Compiler, Resources, Target
+from pallas_kernels.expanded_latent_attention import expanded_latent_attention
 from pallas_kernels.grouped_matmul import GROUPED_MATMUL, grouped_matmul
 from pallas_kernels.int4_format import pack_for_device, unpack_from_device
 from pallas_kernels.int4_matmul import (
@@ -41,6 +42,7 @@ __all__ = [
     # operations
     "paged_attention",
     "latent_attention",
+    "expanded_latent_attention",
     "prefill_attention",
     "grouped_matmul",
     "int4_matmul",

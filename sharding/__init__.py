@@ -12,8 +12,8 @@ from sharding.mesh import (
     replicate,
     split_devices,
 )
-from sharding.pipeline import Schedule, stage_counts
-from sharding.rules import Rules, check_tensor, partition_spec
+from sharding.pipeline import Cuts, Placed, Schedule, spread_layers, stage_counts
+from sharding.rules import Rules, check_experts, check_tensor, partition_spec
 from sharding.transfer import InFlight, Side, TransferPlan
 
 __all__ = [
@@ -22,17 +22,21 @@ __all__ = [
     "EXPERT",
     "PIPELINE",
     "TENSOR",
+    "Cuts",
     "Device",
     "InFlight",
     "MeshSpec",
+    "Placed",
     "Rules",
     "Schedule",
     "Side",
     "TransferPlan",
+    "check_experts",
     "check_tensor",
     "make_mesh",
     "partition_spec",
     "replicate",
     "split_devices",
+    "spread_layers",
     "stage_counts",
 ]

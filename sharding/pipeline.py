@@ -1,6 +1,5 @@
 """Layers over pipeline stages, and microbatches over ticks."""
 
-import bisect
 import dataclasses
 import itertools
 from typing import Any
@@ -8,7 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-# Intervals (start, stop) of the layers of a stage, counted from its first layer.
+# The layer in every slot of every stage, None where a slot of that stage is empty.
+Placed = tuple[tuple[int | None, ...], ...]
+
+# Intervals (start, stop) of the slots of a stage.
 Cuts = tuple[tuple[int, int], ...]
 
 
@@ -26,40 +28,70 @@ def stage_counts(num_layers: int, stages: int) -> tuple[int, ...]:
     return tuple(each + (stage < extra) for stage in range(stages))
 
 
+def spread_layers(num_layers: int, stages: int) -> Placed:
+    """The layers of every stage in its first slots, spread by `stage_counts`."""
+    counts = stage_counts(num_layers, stages)
+    starts = itertools.accumulate(counts, initial=0)
+    return tuple(
+        tuple(start + slot if slot < count else None for slot in range(max(counts)))
+        for start, count in zip(starts, counts, strict=False)
+    )
+
+
 def align_cuts(
-    source_counts: tuple[int, ...], target_counts: tuple[int, ...]
+    source: Placed, target: Placed
 ) -> tuple[tuple[Cuts, Cuts], tuple[tuple[int, int, int, int], ...]]:
     """Fewest cuts that fall alike on every stage of each side, and the pieces between them.
 
-    A program sees one shape on all stages, so a cut on one stage is a cut on all of that side,
-    which in turn cuts the other side: repeated until nothing changes. A piece is (source cut,
-    source stage, target cut, target stage), the same layers on both sides.
+    A program sees one shape on all stages, so a cut on one stage is a cut on all of that side.
+    There is one wherever a run of layers ends on any stage: at an empty slot, and between two
+    layers that the other side does not keep side by side in one piece. That in turn cuts the other
+    side: repeated until nothing changes. A piece is (source cut, source stage, target cut, target
+    stage), the same layers on both sides.
+    Raises: ValueError unless both sides hold the same layers, each once.
     """
-    sides = (source_counts, target_counts)
-    starts = [list(itertools.accumulate(counts, initial=0)) for counts in sides]
-    cuts = {0}
-    offsets: list[set[int]] = [{0, *counts} for counts in sides]
-    while True:
-        before = len(cuts)
-        for side, counts in enumerate(sides):
-            for start, count in zip(starts[side], counts, strict=False):
-                offsets[side] |= {cut - start for cut in cuts if start <= cut <= start + count}
-            for start, count in zip(starts[side], counts, strict=False):
-                cuts |= {start + offset for offset in offsets[side] if offset <= count}
-        if len(cuts) == before:
-            break
+    sides = (source, target)
+    where = [
+        {layer: (s, slot) for s, stage in enumerate(side) for slot, layer in _layers(stage)}
+        for side in sides
+    ]
+    held = [[layer for stage in side for _, layer in _layers(stage)] for side in sides]
+    if sorted(held[0]) != sorted(held[1]) or len(where[0]) != len(held[0]):
+        raise ValueError(f"expected each layer once on both sides, got {held[0]} and {held[1]}")
+    cuts: list[set[int]] = [{0, len(side[0])} for side in sides]
+    before = 0
+    while before < (before := len(cuts[0]) + len(cuts[1])):
+        for side, here, there, place_there in (
+            (source, cuts[0], cuts[1], where[1]),
+            (target, cuts[1], cuts[0], where[0]),
+        ):
+            for stage in side:
+                for slot, (layer, following) in enumerate(itertools.pairwise(stage), 1):
+                    if layer is None and following is None:
+                        continue
+                    if layer is None or following is None:
+                        here.add(slot)
+                        continue
+                    stage_there, slot_there = place_there[layer]
+                    beside = place_there[following] == (stage_there, slot_there + 1)
+                    if not beside or slot_there + 1 in there:
+                        here.add(slot)
 
-    source_cuts, target_cuts = (tuple(itertools.pairwise(sorted(each))) for each in offsets)
+    source_cuts, target_cuts = (tuple(itertools.pairwise(sorted(each))) for each in cuts)
     target_index = {start: index for index, (start, _) in enumerate(target_cuts)}
     pieces = []
-    for stage, count in enumerate(source_counts):
-        for index, (start, stop) in enumerate(source_cuts):
-            if stop <= count:
-                layer = starts[0][stage] + start
-                target_stage = bisect.bisect_right(starts[1], layer) - 1
-                target_cut = target_index[layer - starts[1][target_stage]]
-                pieces.append((index, stage, target_cut, target_stage))
+    for stage, layers in enumerate(source):
+        for index, (start, _) in enumerate(source_cuts):
+            first = layers[start]
+            if first is not None:
+                target_stage, slot = where[1][first]
+                pieces.append((index, stage, target_index[slot], target_stage))
     return (source_cuts, target_cuts), tuple(pieces)
+
+
+def _layers(stage: tuple[int | None, ...]) -> list[tuple[int, int]]:
+    """(slot, layer) of the slots that hold one."""
+    return [(slot, layer) for slot, layer in enumerate(stage) if layer is not None]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -43,13 +43,15 @@ def partition_spec(axes: Sequence[str | None], rules: Rules) -> PartitionSpec:
     return PartitionSpec(*entries)
 
 
-def check_tensor(num_heads: int, num_kv_heads: int, tensor: int, **divided: int) -> None:
-    """Check that heads, and whatever else is `divided`, can be split over `tensor` devices.
+def check_tensor(
+    num_heads: int, num_kv_heads: int, tensor: int, expert: int = 1, **divided: int
+) -> None:
+    """Check that heads, and whatever else is `divided`, can be split over a stage's devices.
 
-    Query heads are divided. Kv heads are divided too, or, where there are fewer than devices,
-    each is kept on tensor / num_kv_heads neighbouring devices. All are checked together, so that
-    the sizes an error offers are sizes that work.
-    Raises: ValueError that lists the valid tensor sizes.
+    Those are tensor x expert, as if they were one axis. Query heads are divided. Kv heads are
+    divided too, or, where there are fewer than devices, each is kept on neighbouring devices. All
+    are checked together, so that the sizes an error offers are sizes that work.
+    Raises: ValueError that lists the valid sizes.
     """
 
     def fits(size: int) -> bool:
@@ -57,10 +59,31 @@ def check_tensor(num_heads: int, num_kv_heads: int, tensor: int, **divided: int)
         whole = [num_heads, *divided.values()]
         return divides_kv and all(extent % size == 0 for extent in whole)
 
-    if not fits(tensor):
+    if not fits(tensor * expert):
         valid = ", ".join(str(size) for size in range(1, num_heads + 1) if fits(size))
         others = "".join(f", {name} {extent}" for name, extent in divided.items())
+        over = (
+            f"tensor={tensor}; valid sizes"
+            if expert == 1
+            else (f"expert={expert} x tensor={tensor}; valid products")
+        )
         raise ValueError(
             f"{num_heads} query heads and {num_kv_heads} kv heads{others} cannot be split over "
-            f"tensor={tensor}; valid sizes: {valid}"
+            f"{over}: {valid}"
         )
+
+
+def check_experts(count: int, width: int, expert: int, tensor: int) -> None:
+    """Check that whole experts can be split over `expert` devices, their width over `tensor`.
+
+    Raises: ValueError that lists the sizes that divide.
+    """
+    for axis, size, what, extent in (
+        ("expert", expert, "experts", count),
+        ("tensor", tensor, "values of an expert's width", width),
+    ):
+        if extent % size:
+            valid = ", ".join(str(n) for n in range(1, extent + 1) if extent % n == 0)
+            raise ValueError(
+                f"{extent} {what} cannot be split over {axis}={size}; valid sizes: {valid}"
+            )

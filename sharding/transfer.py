@@ -18,33 +18,40 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from sharding.mesh import AXES, EXPERT, PIPELINE, TENSOR, Device
-from sharding.pipeline import Cuts, align_cuts, stage_counts
+from sharding.mesh import AXES, DATA, EXPERT, PIPELINE, TENSOR, Device
+from sharding.pipeline import Cuts, Placed, align_cuts
 
 
 @dataclasses.dataclass(frozen=True)
 class Side:
-    """One end of a transfer: a mesh, and the number of kv heads of the model on it.
+    """One end of a transfer: a mesh, the number of kv heads, and which layer lies where on it.
 
-    Layout: a *block* holds the same interval of local layers on every stage, as one array
-    [stages@pipeline, layers, ..., heads@tensor, ...]. With more devices than kv heads each head
-    is kept on tensor / num_kv_heads neighbours: the array has max(num_kv_heads, tensor) heads,
-    and head p is the model's head p * num_kv_heads // tensor.
-    Raises: ValueError for axes other than pipeline and tensor, or heads that do not divide.
+    Layout: a *block* holds the same interval of slots on every stage, as one array
+    [stages@pipeline, slots, ..., heads@(expert, tensor), ...]. With more devices in a stage than kv
+    heads, each head is kept on shards / num_kv_heads neighbours: the array has
+    max(num_kv_heads, shards) heads, and head p is the model's head p * num_kv_heads // shards.
+    Raises: ValueError for a data axis, heads that do not divide, or layers of other stages.
     """
 
     mesh: jax.sharding.Mesh
     num_kv_heads: int
+    layers: Placed
 
     def __post_init__(self) -> None:
-        if self.mesh.axis_names != AXES or self.mesh.size != self.stages * self.tensor:
+        if self.mesh.axis_names != AXES or self.mesh.shape[DATA] != 1:
             raise ValueError(
-                f"transfer: expected a mesh with axes {AXES}, all of size 1 but {PIPELINE} and "
-                f"{TENSOR}; got {dict(self.mesh.shape)}"
+                f"transfer: expected a mesh with axes {AXES}, of which {DATA} has size 1; "
+                f"got {dict(self.mesh.shape)}"
             )
-        if self.num_kv_heads % self.tensor and self.tensor % self.num_kv_heads:
+        if self.num_kv_heads % self.shards and self.shards % self.num_kv_heads:
             raise ValueError(
-                f"transfer: {self.num_kv_heads} kv heads cannot be split over tensor={self.tensor}"
+                f"transfer: {self.num_kv_heads} kv heads cannot be split over the {self.shards} "
+                "devices of a stage"
+            )
+        if len(self.layers) != self.stages or len(set(map(len, self.layers))) != 1:
+            raise ValueError(
+                f"transfer: expected the layers of {self.stages} stages, in as many slots on each, "
+                f"got {self.layers}"
             )
 
     @property
@@ -52,23 +59,24 @@ class Side:
         return self.mesh.shape[PIPELINE]
 
     @property
-    def tensor(self) -> int:
-        return self.mesh.shape[TENSOR]
+    def shards(self) -> int:
+        """Number of devices of a stage."""
+        return self.mesh.shape[EXPERT] * self.mesh.shape[TENSOR]
 
     @property
     def head_shards(self) -> int:
         """Number of different head ranges on the devices of a stage."""
-        return min(self.num_kv_heads, self.tensor)
+        return min(self.num_kv_heads, self.shards)
 
     @property
     def replicas(self) -> int:
         """Number of devices of a stage that keep the same heads."""
-        return self.tensor // self.head_shards
+        return self.shards // self.head_shards
 
     @property
     def physical_heads(self) -> int:
         """Size of the heads dimension of a block."""
-        return max(self.num_kv_heads, self.tensor)
+        return max(self.num_kv_heads, self.shards)
 
     def block_sharding(self, heads_dim: int) -> NamedSharding:
         """Sharding of a block whose dimension `heads_dim` holds the heads."""
@@ -91,8 +99,8 @@ class InFlight:
     def receive(self) -> list[Any]:
         """Block pytrees on the target mesh, one per target cut.
 
-        Layers that a stage does not have are zeros, which several results share: do not donate
-        the blocks to a program.
+        Empty slots of a stage are zeros, which several results share: do not donate the blocks to
+        a program.
         """
         return self._route.assemble(self._copies)
 
@@ -101,9 +109,9 @@ class InFlight:
 class TransferPlan:
     """How blocks get from one mesh to another.
 
-    `source_cuts` are the intervals of local layers, one block each, that `send` takes;
-    `target_cuts` those that `InFlight.receive` gives. Stages with fewer layers than others lack
-    the last intervals: their part is ignored on the source and zero on the target.
+    `source_cuts` are the intervals of slots, one block each, that `send` takes; `target_cuts` those
+    that `InFlight.receive` gives. On each stage an interval is full or empty; where it is empty,
+    its part is ignored on the source and zero on the target.
     """
 
     source: Side
@@ -117,19 +125,17 @@ class TransferPlan:
     _padding: dict[Any, jax.Array] = dataclasses.field(default_factory=dict, repr=False)
 
     @classmethod
-    def make(cls, num_layers: int, source: Side, target: Side) -> Self:
-        """Plan for a model whose layers are spread over both meshes by `stage_counts`.
+    def make(cls, source: Side, target: Side) -> Self:
+        """Plan for the layers that both sides hold.
 
-        Raises: ValueError for different numbers of kv heads, or more stages than layers.
+        Raises: ValueError for different numbers of kv heads, or different layers.
         """
         if source.num_kv_heads != target.num_kv_heads:
             raise ValueError(
                 f"transfer: expected as many kv heads on both sides, got {source.num_kv_heads} "
                 f"and {target.num_kv_heads}"
             )
-        cuts, pieces = align_cuts(
-            stage_counts(num_layers, source.stages), stage_counts(num_layers, target.stages)
-        )
+        cuts, pieces = align_cuts(source.layers, target.layers)
         return cls(source, target, *cuts, pieces)
 
     @property
@@ -152,7 +158,7 @@ class TransferPlan:
         return InFlight(route.bytes, route, route.copy(leaves))
 
     def padding(self, shape: tuple[int, ...], dtype: np.dtype, device: Device) -> jax.Array:
-        """Zeros for layers that a stage does not have, made once."""
+        """Zeros for the empty slots of a stage, made once."""
         key = (shape, dtype, device)
         if key not in self._padding:
             self._padding[key] = jax.device_put(np.zeros(shape, dtype), device)
@@ -185,7 +191,7 @@ class _Route:
             fits = fits and leaf.shape[2:] == like.shape[2:]
             if not fits or expected != (*leaf.shape[:2], leaf.shape[heads_dim]):
                 raise ValueError(
-                    f"transfer: expected a block of {expected[0]} stages, {expected[1]} layers and "
+                    f"transfer: expected a block of {expected[0]} stages, {expected[1]} slots and "
                     f"{expected[2]} heads in dimension {heads_dim}, all else like {like.shape} "
                     f"{like.dtype}; got {leaf.shape} {leaf.dtype}"
                 )
@@ -197,8 +203,8 @@ class _Route:
         ]
         self.bytes = plan.num_layers * source.num_kv_heads * sum(per_head)
 
-        # Where both sides cut everything alike, and no stage lacks layers, blocks go as they are.
-        alike = (source.stages, source.tensor) == (target.stages, target.tensor)
+        # Where both sides cut everything alike, and no slot is empty, blocks go as they are.
+        alike = (source.layers, source.shards) == (target.layers, target.shards)
         self._direct = alike and len(plan.pieces) == source.stages * len(plan.source_cuts)
         if self._direct:
             return
@@ -220,8 +226,8 @@ class _Route:
             source_cut, source_stage, target_cut, target_stage = piece
             source_shard, source_part = divmod(unit, out_of)
             target_shard, target_part = divmod(unit, into)
-            sender = source.tensor * source_stage + source.replicas * source_shard
-            receiver = target.tensor * target_stage + target.replicas * target_shard + replica
+            sender = source.shards * source_stage + source.replicas * source_shard
+            receiver = target.shards * target_stage + target.replicas * target_shard + replica
             arrivals[target_cut, leaf, target_part, receiver] = len(self._picks)
             array = (source_cut * count + leaf) * out_of + source_part
             self._picks.append((array, sender + replica % source.replicas))
@@ -236,7 +242,7 @@ class _Route:
             shape = [target.stages, stop - start, *first[leaf].shape[2:]]
             shape[heads_dim] = target.physical_heads // into
             local = [1, *shape[1:]]
-            local[heads_dim] = shape[heads_dim] // target.tensor
+            local[heads_dim] = shape[heads_dim] // target.shards
             zeros = functools.partial(plan.padding, tuple(local), first[leaf].dtype)
             numbers = [arrivals.get((cut, leaf, part, n)) for n in range(len(target_devices))]
             shards = [

@@ -11,6 +11,7 @@ from helpers import tiny_config
 
 from jinfire import Engine, EngineConfig, Placement, RequestOutput, SamplingParams, TokenEvent
 from jinfire.config import RopeConfig
+from jinfire.kvcache.page_set import PageSet
 from jinfire.kvcache.page_table import PagePool
 from jinfire.loading import RandomSource
 
@@ -90,14 +91,20 @@ def tiny_engine(placement: str = "colocated", dtype: str = "float32", **changes)
     )
 
 
-def pools(engine: Engine) -> list[PagePool]:
+def page_sets(engine: Engine) -> list[PageSet]:
+    """The page sets of a scheduler, one a mesh."""
     scheduler = engine.scheduler
-    return [scheduler.prefill_pool, scheduler.decode_pool]
+    return list(dict.fromkeys((scheduler.prefill_pools, scheduler.decode_pools)))
+
+
+def pools(engine: Engine) -> list[PagePool]:
+    """All page pools, of every mesh and KV group."""
+    return [pool for pages in page_sets(engine) for pool in pages.pools.values()]
 
 
 def forget_prefixes(engine: Engine) -> None:
     """Empties the prefix cache of an idle engine."""
-    for pool in dict.fromkeys(pools(engine)):
+    for pool in pools(engine):
         pool.release(pool.allocate(pool.total))
         assert pool.cached_pages == 0
 
@@ -131,21 +138,27 @@ def idle_after(engine: Engine) -> Iterator[Engine]:
         raise
 
 
-def owned_pages(pool: PagePool) -> set[int]:
-    """Pages that somebody holds or that the prefix cache may hand out."""
-    return {page for page in range(1, pool.num_pages) if pool._refs[page] or pool._node[page]}
+def unowned_pages(pool: PagePool) -> list[int]:
+    """Pages that nobody holds and the prefix cache may not hand out, and the null page."""
+    return [p for p in range(pool.num_pages) if not (pool._refs[p] or pool._node[p])]
+
+
+def fill_nan(slots, pages: Sequence[int]):
+    """The arrays of one KV group with NaN in some pages."""
+    where = np.array(pages, np.int32)
+    return jax.tree.map(
+        lambda leaf: jax.device_put(leaf.at[:, where].set(np.nan), leaf.sharding), slots
+    )
 
 
 def poison(engine: Engine) -> None:
     """Fills every page that nobody owns, and the null page, with NaN."""
     runner = engine._runner
-    owned = [owned_pages(pool) for pool in dict.fromkeys(pools(engine))]
-    for index, (arrays, keep) in enumerate(zip(runner._pools, owned, strict=True)):
-        pages = np.array(sorted(set(range(engine.config.pool_pages)) - keep), np.int32)
-        runner._pools[index] = jax.tree.map(
-            lambda leaf, pages=pages: jax.device_put(leaf.at[:, pages].set(np.nan), leaf.sharding),
-            arrays,
-        )
+    for index, (arrays, pages) in enumerate(zip(runner._pools, page_sets(engine), strict=True)):
+        runner._pools[index] = {
+            group: fill_nan(slots, unowned_pages(pages.pools[group]))
+            for group, slots in arrays.items()
+        }
 
 
 def greedy(max_tokens: int = 8, **changes) -> SamplingParams:

@@ -17,13 +17,18 @@ MAX_LINES = 500
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors", "checks"),
     ("request", "config", "weights", "progress", "template"),
-    ("tokenizer", "metrics", "fetch", "text", "sequence", "packing"),
-    ("kvcache.page_table", "layers.linear", "layers.rope"),
+    ("tokenizer", "metrics", "fetch", "text", "packing", "kvcache.page_table"),
+    ("kvcache.page_set", "layers.linear", "layers.rope"),
+    ("sequence",),
     ("layers.norm", "layers.mlp"),
     ("layers.attention",),
+    ("layers.mla",),
     ("models.transformer", "models.hf_fields"),
-    ("models.spec", "models.family"),
-    ("models.llama", "models.qwen3"),
+    ("models.spec", "models.family", "models.hf_quantization"),
+    (
+        *("models.llama", "models.llama4", "models.mixtral", "models.qwen3", "models.qwen3_moe"),
+        "models.deepseek",
+    ),
     ("models",),
     ("checkpoints.source", "layout"),
     ("checkpoints.hugging_face", "checkpoints.gguf", "checkpoints.store"),
@@ -48,7 +53,7 @@ LEVEL |= dict.fromkeys(("kvcache", "layers", "programs"), 0)
 # Host arithmetic that is tested, and could be replayed, without a device.
 HOST_ONLY = (
     *("errors", "checks", "request", "progress", "metrics", "text"),
-    *("sequence", "packing", "kvcache.page_table", "scheduler"),
+    *("sequence", "packing", "kvcache.page_table", "kvcache.page_set", "scheduler"),
 )
 
 # Nothing else reads the environment.

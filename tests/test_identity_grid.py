@@ -172,11 +172,11 @@ def test_bfloat16_pages_arrive_bit_for_bit(pair, monkeypatch):
     send, install = runner.send, runner.install
 
     def recording_send(sequence, sampled):
-        sent[sequence.request_id] = list(sequence.prefill_pages)
+        sent[sequence.request_id] = list(sequence.prefill_pages.by_group["full"])
         return send(sequence, sampled)
 
     def recording_install(sequence, transit, source):
-        received[sequence.request_id] = list(sequence.decode_pages)
+        received[sequence.request_id] = list(sequence.decode_pages.by_group["full"])
         return install(sequence, transit, source)
 
     monkeypatch.setattr(runner, "send", recording_send)

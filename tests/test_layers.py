@@ -169,7 +169,7 @@ def test_layer_of_zeros_is_the_identity(dtype, qk_norm):
     def run(hidden, params):
         model = structure.bind(params)
         positions = jnp.arange(hidden.shape[1], dtype=jnp.int32)[None]
-        return model.layers[0](hidden, model.rope(positions), InBatchKV())[0]
+        return model.layers[0](hidden, model.tables(positions), InBatchKV())[0]
 
     values = np.random.default_rng(0).standard_normal((1, 6, config.width), np.float32)
     values[0, 1] = 0.0

@@ -1,13 +1,14 @@
 """Layers over stages, and the microbatch schedule, by enumeration."""
 
 import itertools
+import random
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sharding import Schedule, stage_counts
+from sharding import Schedule, spread_layers, stage_counts
 from sharding.pipeline import align_cuts
 
 
@@ -87,30 +88,69 @@ def test_schedule_traced_equals_python(stages, microbatches, steps):
     ],
 )
 def test_cuts_cover_every_layer_once_on_both_sides(layers, source, target):
-    counts = stage_counts(layers, source), stage_counts(layers, target)
-    cuts, pieces = align_cuts(*counts)
+    check_cuts(spread_layers(layers, source), spread_layers(layers, target))
+
+
+def check_cuts(*sides):
+    """Every layer is in one piece, whose cuts hold the same layers on both sides."""
+    cuts, pieces = align_cuts(*sides)
     for side, stage_column, cut_column in ((0, 1, 0), (1, 3, 2)):
         assert cuts[side][0][0] == 0
-        assert cuts[side][-1][1] == max(counts[side])
+        assert cuts[side][-1][1] == len(sides[side][0])
         assert all(a[1] == b[0] for a, b in itertools.pairwise(cuts[side]))
-        # Exactly the intervals that each stage has.
-        assert sorted((p[stage_column], p[cut_column]) for p in pieces) == [
-            (stage, cut)
-            for stage, count in enumerate(counts[side])
-            for cut, (_, stop) in enumerate(cuts[side])
-            if stop <= count
-        ]
+        # Exactly the intervals that a stage fills; no stage fills a part of one.
+        filled = []
+        for stage, layers in enumerate(sides[side]):
+            for cut, ends in enumerate(cuts[side]):
+                there = {layer is not None for layer in layers[slice(*ends)]}
+                assert len(there) == 1
+                if there == {True}:
+                    filled.append((stage, cut))
+        assert sorted((p[stage_column], p[cut_column]) for p in pieces) == filled
     for source_cut, source_stage, target_cut, target_stage in pieces:
-        ranges = [
-            tuple(sum(counts[side][:stage]) + end for end in cuts[side][cut])
-            for side, stage, cut in ((0, source_stage, source_cut), (1, target_stage, target_cut))
-        ]
-        assert ranges[0] == ranges[1]
+        source_layers = sides[0][source_stage][slice(*cuts[0][source_cut])]
+        assert source_layers == sides[1][target_stage][slice(*cuts[1][target_cut])]
 
 
 def test_cuts_are_no_finer_than_needed():
-    even = align_cuts(stage_counts(8, 2), stage_counts(8, 4))[0]
+    even = align_cuts(spread_layers(8, 2), spread_layers(8, 4))[0]
     assert even == (((0, 2), (2, 4)), ((0, 2),))
-    alike = align_cuts(stage_counts(30, 4), stage_counts(30, 4))[0]
+    alike = align_cuts(spread_layers(30, 4), spread_layers(30, 4))[0]
     assert alike == (((0, 7), (7, 8)),) * 2
-    assert align_cuts((7,), (7,))[0] == (((0, 7),),) * 2
+    assert align_cuts(spread_layers(7, 1), spread_layers(7, 1))[0] == (((0, 7),),) * 2
+
+
+def random_side(rng, layers, stages):
+    """Layers in order over stages, with empty slots anywhere."""
+    counts = [0] * stages
+    for _ in layers:
+        counts[rng.randrange(stages)] += 1
+    slots = max(counts) + rng.randrange(3)
+    left, side = iter(layers), []
+    for count in counts:
+        at = set(rng.sample(range(slots), count))
+        side.append(tuple(next(left) if slot in at else None for slot in range(slots)))
+    return tuple(side)
+
+
+def test_cuts_between_sides_with_empty_slots():
+    rng = random.Random(0)
+    for _ in range(300):
+        layers = sorted(rng.sample(range(30), rng.randrange(1, 12)))
+        check_cuts(*(random_side(rng, layers, rng.randrange(1, 5)) for _ in range(2)))
+
+
+def test_cuts_around_an_empty_slot():
+    side = ((0, 1, 2), (3, None, 4))
+    assert align_cuts(side, side)[0] == (((0, 1), (1, 2), (2, 3)),) * 2
+    cuts, pieces = align_cuts(((0, 1, 2, 3, 4),), side)
+    assert cuts == (((0, 1), (1, 2), (2, 3), (3, 4), (4, 5)), ((0, 1), (1, 2), (2, 3)))
+    assert pieces == ((0, 0, 0, 0), (1, 0, 1, 0), (2, 0, 2, 0), (3, 0, 0, 1), (4, 0, 2, 1))
+
+
+def test_cuts_refuse_sides_of_other_layers():
+    for other in (((0, 1),), ((0, 1, 2, 3),), ((0, 1, 1),)):
+        with pytest.raises(ValueError, match="each layer once on both sides"):
+            align_cuts(((0, 1, 2),), other)
+    with pytest.raises(ValueError, match="each layer once on both sides"):
+        align_cuts(((0, 1, 1),), ((0, 1, 1),))

@@ -4,13 +4,13 @@ import random
 
 import numpy as np
 import pytest
-from fake_device import FakeEngine, expected_outputs, make_request, random_requests
+from fake_device import FakeEngine, expected_outputs, make_request, page_set, random_requests
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jinfire.config import EngineConfig
 from jinfire.errors import EmptyPrompt, RequestTooLong
-from jinfire.kvcache.page_table import PagePool, pages_for
+from jinfire.kvcache.page_table import pages_for
 from jinfire.request import FinishReason
 from jinfire.scheduler import Scheduler
 from jinfire.sequence import SequenceState
@@ -43,7 +43,7 @@ def play(engine, requests):
 # Whole runs.
 
 
-@settings(max_examples=60)
+@settings(max_examples=100)
 @given(
     seed=st.integers(0, 2**32 - 1),
     colocated=st.booleans(),
@@ -53,9 +53,18 @@ def play(engine, requests):
     microbatches=st.integers(1, 3),
     spare_pages=st.integers(0, 20),
     page_size=st.sampled_from([1, 3, 4]),
+    attention_chunk=st.sampled_from([None, 1, 3, 4, 6, 9, 40]),
 )
 def test_random_runs(
-    seed, colocated, caching, device_stops, steps, microbatches, spare_pages, page_size
+    seed,
+    colocated,
+    caching,
+    device_stops,
+    steps,
+    microbatches,
+    spare_pages,
+    page_size,
+    attention_chunk,
 ):
     rng = random.Random(seed)
     config = small_config(
@@ -64,9 +73,10 @@ def test_random_runs(
         prefix_caching=caching,
         num_pages=1 + pages_for(31, page_size) + spare_pages,
         max_rows=rng.choice([1, 3, 5]),
+        prefill_shapes=rng.choice([((1, 4), (2, 4), (1, 8)), ((1, 3),), ((2, 1),)]),
     )
     latency = rng.choice([lambda _: 1, lambda _: rng.randrange(1, 6)])
-    engine = FakeEngine(config, colocated, microbatches, latency, device_stops)
+    engine = FakeEngine(config, colocated, microbatches, latency, device_stops, attention_chunk)
     requests = random_requests(rng, 40, 25)
     todo = list(requests)
     while todo or engine.scheduler.has_work:
@@ -125,14 +135,14 @@ def test_add_refuses_what_can_never_fit(colocated):
 
 def test_one_token_needs_no_decode_pages():
     config = small_config()
-    scheduler = Scheduler(config, PagePool(9, 4), PagePool(2, 4))
+    scheduler = Scheduler(config, page_set(9), page_set(2))
     with pytest.raises(RequestTooLong, match="decode pool has 1"):
         scheduler.add(make_request("two", range(8), 2))
     sequence = scheduler.add(make_request("one", range(8), 1))
     plan = scheduler.plan()
     (chunk,) = plan.prefill.last_chunks
     assert not chunk.needs_handoff
-    assert (sequence.row, sequence.decode_pages) == (None, [])
+    assert (sequence.row, sequence.decode_pages.columns) == (None, 0)
 
 
 def test_request_ids_are_unique_while_unfinished():
@@ -294,8 +304,8 @@ def test_failed_pages_are_not_offered_again():
 
 def commit_case(valid, tokens=((5, 6, 7),), max_tokens=9, stop=()):
     scheduler_config = small_config(decode_steps=3)
-    pool = PagePool(20, 4)
-    scheduler = Scheduler(scheduler_config, pool, pool)
+    pages = page_set(20)
+    scheduler = Scheduler(scheduler_config, pages, pages)
     sequence = scheduler.add(make_request("a", [1, 2], max_tokens, stop))
     plan = scheduler.plan()
     scheduler.commit_first(sequence, 4)
@@ -320,8 +330,8 @@ def test_row_is_halted_unless_the_device_is_known_to_have_stopped_it(valid, halt
 
 
 def test_commit_first_comes_before_its_dispatch():
-    pool = PagePool(20, 4)
-    scheduler = Scheduler(small_config(), pool, pool)
+    pages = page_set(20)
+    scheduler = Scheduler(small_config(), pages, pages)
     scheduler.add(make_request("a", [1, 2]))
     plan = scheduler.plan()
     with pytest.raises(AssertionError, match="commit_first"):
@@ -389,11 +399,11 @@ def test_pages_grow_with_the_dispatches_and_not_beyond_the_end():
     held, bounds = [], []
     for _ in range(3):
         engine.step()
-        held.append(len(sequence.decode_pages))
+        held.append(len(sequence.decode_pages.by_group["full"]))
         bounds.append(sequence.kv_bound)
     assert bounds == [6, 9, 11]
     assert held == [2, 3, 3]
-    grants = [plan.decode.grants for plan in engine.plans]
+    grants = [plan.decode.grants.get("full", []) for plan in engine.plans]
     assert [[grant[:2] for grant in step] for step in grants] == [[], [(0, 2)], []]
     assert [plan.decode.width for plan in engine.plans] == [2, 4, 4]
     assert engine.step().decode is None  # its last token is on its way
@@ -438,4 +448,4 @@ def test_colocated_answers_are_found_by_the_next_turn():
 
 def test_page_size_must_agree():
     with pytest.raises(ValueError, match=r"expected 4 .* got 8"):
-        Scheduler(small_config(), PagePool(9, 8), PagePool(9, 8))
+        Scheduler(small_config(), page_set(9, 8), page_set(9, 8))

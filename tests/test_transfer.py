@@ -17,7 +17,7 @@ from sharding import (
     make_mesh,
     replicate,
     split_devices,
-    stage_counts,
+    spread_layers,
 )
 
 LAYOUTS = ((1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (4, 1))
@@ -25,26 +25,35 @@ TOKENS, WIDTH, HEADS_DIM = 3, 2, 3
 
 
 def make_plan(layers, kv_heads, source, target):
-    specs = [MeshSpec(pipeline=p, tensor=t) for p, t in (source, target)]
+    """Layouts are (pipeline, tensor) or (pipeline, tensor, expert)."""
+    specs = [
+        MeshSpec(pipeline=p, tensor=t, expert=next(iter(e), 1)) for p, t, *e in (source, target)
+    ]
+    placed = [spread_layers(layers, spec.pipeline) for spec in specs]
+    return plan_of(specs, kv_heads, placed)
+
+
+def plan_of(specs, kv_heads, placed):
     meshes = [make_mesh(*each) for each in zip(specs, split_devices(specs), strict=True)]
-    return TransferPlan.make(layers, *(Side(mesh, kv_heads) for mesh in meshes))
+    return TransferPlan.make(
+        *(Side(mesh, kv_heads, layers) for mesh, layers in zip(meshes, placed, strict=True))
+    )
 
 
 def physical(side, logical_LTKH, cuts, fill):
     """Blocks of a side by the layout rule, in NumPy; `fill` where a stage has no such layer."""
-    layers, _, kv_heads, _ = logical_LTKH.shape
-    counts = stage_counts(layers, side.stages)
-    size = max(kv_heads, side.tensor)
+    _, _, kv_heads, _ = logical_LTKH.shape
+    size = max(kv_heads, side.shards)
     heads = [p * kv_heads // size for p in range(size)]
     blocks = []
     for start, stop in cuts:
         block = np.full(
             (side.stages, stop - start, TOKENS, size, WIDTH), fill, dtype=logical_LTKH.dtype
         )
-        for stage, count in enumerate(counts):
-            if stop <= count:
-                first = sum(counts[:stage])
-                block[stage] = logical_LTKH[first + start : first + stop][:, :, heads]
+        for stage, slot in itertools.product(range(side.stages), range(stop - start)):
+            layer = side.layers[stage][start + slot]
+            if layer is not None:
+                block[stage, slot] = logical_LTKH[layer][:, heads]
         blocks.append(block)
     return blocks
 
@@ -79,25 +88,56 @@ def put_blocks(plan, caches):
 @pytest.mark.parametrize("target", LAYOUTS, ids=lambda s: f"to{s[0]}x{s[1]}")
 def test_every_bit_arrives(source, target):
     for layers, kv_heads in itertools.product((5, 7), (1, 2, 4)):
-        plan = make_plan(layers, kv_heads, source, target)
-        caches = {
-            name: random_cache(layers, kv_heads, seed) for seed, name in enumerate(("key", "value"))
-        }
-        blocks = put_blocks(plan, caches)
-        before = jax.tree.map(bits, blocks)
-        flight = plan.send(blocks, HEADS_DIM)
-        received = flight.receive()
+        check_transfer(make_plan(layers, kv_heads, source, target), layers, kv_heads)
 
-        assert flight.bytes == layers * TOKENS * kv_heads * WIDTH * 2 * len(caches)
-        assert len(received) == len(plan.target_cuts)
-        for name, cache in caches.items():
-            expected = physical(plan.target, cache, plan.target_cuts, 0)
-            for block, want in zip(received, expected, strict=True):
-                assert block[name].dtype == jnp.bfloat16
-                assert block[name].sharding == plan.target.block_sharding(HEADS_DIM)
-                np.testing.assert_array_equal(bits(block[name]), want)
-        assert flight.is_ready()
-        jax.tree.map(np.testing.assert_array_equal, jax.tree.map(bits, blocks), before)
+
+def check_transfer(plan, layers, kv_heads):
+    caches = {
+        name: random_cache(layers, kv_heads, seed) for seed, name in enumerate(("key", "value"))
+    }
+    blocks = put_blocks(plan, caches)
+    before = jax.tree.map(bits, blocks)
+    flight = plan.send(blocks, HEADS_DIM)
+    received = flight.receive()
+
+    moved = sum(layer is not None for stage in plan.source.layers for layer in stage)
+    assert flight.bytes == moved * TOKENS * kv_heads * WIDTH * 2 * len(caches)
+    assert len(received) == len(plan.target_cuts)
+    for name, cache in caches.items():
+        expected = physical(plan.target, cache, plan.target_cuts, 0)
+        for block, want in zip(received, expected, strict=True):
+            assert block[name].dtype == jnp.bfloat16
+            assert block[name].sharding == plan.target.block_sharding(HEADS_DIM)
+            np.testing.assert_array_equal(bits(block[name]), want)
+    assert flight.is_ready()
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(bits, blocks), before)
+
+
+# What the slots of one KV group look like on stages of mixed layers: every other layer, and stages
+# that leave different slots empty.
+MIXED = {
+    1: ((0, 1, 2, 4, 5, 6),),
+    2: ((0, 1, None, 2), (None, 4, 5, 6)),
+    3: ((0, 1, None), (2, None, 4), (None, 5, 6)),
+}
+
+
+@pytest.mark.parametrize("source", [(1, 1), (2, 2), (3, 1), (1, 2, 2)], ids=str)
+@pytest.mark.parametrize("target", [(1, 1), (2, 2), (3, 1), (2, 1, 2)], ids=str)
+def test_every_bit_arrives_past_empty_slots(source, target):
+    for kv_heads in (1, 2):
+        specs = [
+            MeshSpec(pipeline=p, tensor=t, expert=next(iter(e), 1)) for p, t, *e in (source, target)
+        ]
+        plan = plan_of(specs, kv_heads, [MIXED[spec.pipeline] for spec in specs])
+        check_transfer(plan, 7, kv_heads)
+
+
+@pytest.mark.parametrize("source", [(1, 1, 2), (2, 1, 2), (1, 2, 2)], ids=str)
+@pytest.mark.parametrize("target", [(1, 2), (1, 1, 4), (2, 1, 2), (2, 2)], ids=str)
+def test_heads_over_expert_and_tensor_axis(source, target):
+    for kv_heads in (1, 2, 4):
+        check_transfer(make_plan(5, kv_heads, source, target), 5, kv_heads)
 
 
 @pytest.mark.parametrize(("source", "target"), [((1, 2), (1, 3)), ((1, 3), (2, 2))])
@@ -112,7 +152,14 @@ def test_heads_that_share_no_divisor(source, target):
 
 @pytest.mark.parametrize(
     ("source", "target"),
-    [((1, 1), (1, 1)), ((1, 1), (1, 2)), ((1, 2), (2, 1)), ((2, 1), (1, 2)), ((2, 2), (1, 4))],
+    [
+        ((1, 1), (1, 1)),
+        ((1, 1), (1, 2)),
+        ((1, 2), (2, 1)),
+        ((2, 1), (1, 2)),
+        ((2, 2), (1, 4)),
+        ((1, 1, 2), (1, 2)),
+    ],
 )
 def test_send_does_not_wait_for_the_program_that_makes_the_blocks(source, target):
     plan = make_plan(4, 4, source, target)
@@ -183,13 +230,18 @@ def test_nothing_compiles_at_the_second_send():
 
 def test_sides_refuse():
     devices = jax.devices()
-    with pytest.raises(ValueError, match="all of size 1 but pipeline and tensor"):
-        Side(make_mesh(MeshSpec(expert=2), devices[:2]), 2)
-    with pytest.raises(ValueError, match="3 kv heads cannot be split over tensor=2"):
-        Side(make_mesh(MeshSpec(tensor=2), devices[:2]), 3)
-    sides = [Side(make_mesh(MeshSpec(), devices[:1]), kv_heads) for kv_heads in (2, 4)]
+    one = spread_layers(4, 1)
+    with pytest.raises(ValueError, match="of which data has size 1"):
+        Side(make_mesh(MeshSpec(data=2), devices[:2]), 2, one)
+    for spec in (MeshSpec(tensor=2), MeshSpec(expert=2)):
+        with pytest.raises(ValueError, match="3 kv heads cannot be split over the 2 devices"):
+            Side(make_mesh(spec, devices[:2]), 3, one)
+    for layers in (one, ((0, 1), (2,))):
+        with pytest.raises(ValueError, match="layers of 2 stages, in as many slots on each"):
+            Side(make_mesh(MeshSpec(pipeline=2), devices[:2]), 2, layers)
+    sides = [Side(make_mesh(MeshSpec(), devices[:1]), kv_heads, one) for kv_heads in (2, 4)]
     with pytest.raises(ValueError, match="as many kv heads on both sides, got 2 and 4"):
-        TransferPlan.make(4, *sides)
+        TransferPlan.make(*sides)
 
 
 def test_send_refuses_blocks_that_were_not_planned():
@@ -200,7 +252,7 @@ def test_send_refuses_blocks_that_were_not_planned():
         plan.send(blocks[:1], HEADS_DIM)
     with pytest.raises(ValueError, match="expected 2 blocks of one structure"):
         plan.send([blocks[0], blocks[1]["key"]], HEADS_DIM)
-    with pytest.raises(ValueError, match="2 layers and 4 heads in dimension 2"):
+    with pytest.raises(ValueError, match="2 slots and 4 heads in dimension 2"):
         plan.send(blocks, 2)
     with pytest.raises(ValueError, match="all else like"):
         plan.send([blocks[0], {"key": blocks[1]["key"][..., :1]}], HEADS_DIM)

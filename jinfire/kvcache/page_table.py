@@ -25,10 +25,14 @@ class PagePool:
     A page gets a node number that is never used again, so the children of an evicted page become
     unreachable instead of matching whatever page takes its place.
 
+    What is found is cut to a multiple of `hit_pages`.
+
     Units: `num_pages` includes the null page; everything else counts usable pages or tokens.
     """
 
-    def __init__(self, num_pages: int, page_size: int, prefix_caching: bool = True) -> None:
+    def __init__(
+        self, num_pages: int, page_size: int, prefix_caching: bool = True, hit_pages: int = 1
+    ) -> None:
         if num_pages < 2:
             raise ValueError(f"num_pages: expected at least 2 (page 0 is null), got {num_pages}")
         if page_size < 1:
@@ -36,6 +40,7 @@ class PagePool:
         self.num_pages = num_pages
         self.page_size = page_size
         self.prefix_caching = prefix_caching
+        self.hit_pages = hit_pages
         self.hit_tokens = 0
         self.lookup_tokens = 0
         self._free = list(range(num_pages - 1, NULL_PAGE, -1))  # popped from the end: 1, 2, 3, ...
@@ -97,6 +102,8 @@ class PagePool:
                 break
             pages.append(page)
             node = self._node[page]
+        if self.hit_pages > 1:
+            del pages[len(pages) // self.hit_pages * self.hit_pages :]
         return pages
 
     def lookup(self, tokens: Sequence[int]) -> list[int]:

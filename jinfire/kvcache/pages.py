@@ -1,7 +1,7 @@
 """Device page pools: keys and values of every layer, in pages, on one mesh."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jinfire.config import ModelConfig
 from jinfire.layout import StageLayout
-from sharding import EXPERT, PIPELINE, TENSOR
+from sharding import EXPERT, PIPELINE, TENSOR, Placed
 
 POOL_SPEC = PartitionSpec(PIPELINE, None, None, (EXPERT, TENSOR), None)
 
@@ -57,20 +57,31 @@ def pool_specs(layout: StageLayout) -> Pools:
     return {group: (pages,) * len(slots) for group, slots in group_slots(layout).items()}
 
 
+def group_layers(layout: StageLayout) -> dict[str, Placed]:
+    """Which layer every slot of a KV group holds on every stage."""
+    stages = range(layout.mesh_spec.pipeline)
+    return {
+        group: tuple(tuple(layout.layer_at(stage, slot) for slot in slots) for stage in stages)
+        for group, slots in group_slots(layout).items()
+    }
+
+
 def make_pools(
-    layout: StageLayout, mesh: Mesh, num_pages: int, page_size: int, dtype: jnp.dtype
+    layout: StageLayout, mesh: Mesh, num_pages: Mapping[str, int], page_size: int, dtype: jnp.dtype
 ) -> Pools:
-    """Zeroed pools of `num_pages` pages, the null page included."""
-    shape = (layout.mesh_spec.pipeline, num_pages, page_size, layout.kv_heads)
+    """Zeroed pools of `num_pages` pages by KV group, the null page included."""
     sharding = NamedSharding(mesh, POOL_SPEC)
 
     @functools.cache
-    def maker(width: int) -> Callable[[], jax.Array]:
-        return jax.jit(lambda: jnp.zeros((*shape, width), dtype), out_shardings=sharding)
+    def maker(pages: int, width: int) -> Callable[[], jax.Array]:
+        shape = (layout.mesh_spec.pipeline, pages, page_size, layout.kv_heads, width)
+        return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
+
+    def zeros(group: str) -> Pages:
+        return pages_like(layout.config, lambda width: maker(num_pages[group], width)())
 
     return {
-        group: tuple(pages_like(layout.config, lambda width: maker(width)()) for _ in slots)
-        for group, slots in group_slots(layout).items()
+        group: tuple(zeros(group) for _ in slots) for group, slots in group_slots(layout).items()
     }
 
 

@@ -8,8 +8,8 @@ from flax import nnx
 
 from jinfire.config import ModelConfig
 from jinfire.layers.linear import Linear, RowParallelLinear
-from jinfire.layers.norm import RMSNorm
-from jinfire.layers.rope import apply_rope
+from jinfire.layers.norm import RMSNorm, rms_normed
+from jinfire.layers.rope import PositionTables, apply_rope
 
 
 class LayerKV(Protocol):
@@ -42,12 +42,24 @@ class LayerKV(Protocol):
 
 
 class Attention(nnx.Module):
-    """Causal grouped-query attention with rotary positions and optional per-head q/k norm."""
+    """Causal grouped-query attention, rotated by position or not, with or without q/k norms.
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype):
+    `chunk`: a query sees the attention chunk of this many tokens that it is in, None all tokens.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: jnp.dtype,
+        rotated: bool = True,
+        chunk: int | None = None,
+    ):
         width, head_dim = config.width, config.head_dim
         query_rows, kv_rows = config.num_heads * head_dim, config.num_kv_heads * head_dim
         self.head_dim = head_dim
+        self.rotated, self.interleaved = rotated, config.rope.interleaved
+        self.chunk = chunk
+        self.eps_after_rope = config.norm_eps if config.qk_norm_after_rope and rotated else None
         self.query = Linear(query_rows, width, ("heads", "embed"), dtype)
         self.key = Linear(kv_rows, width, ("kv_heads", "embed"), dtype)
         self.value = Linear(kv_rows, width, ("kv_heads", "embed"), dtype)
@@ -56,18 +68,26 @@ class Attention(nnx.Module):
         self.key_norm = RMSNorm(head_dim, config.norm_eps, dtype) if config.qk_norm else None
 
     def __call__[KV: LayerKV](
-        self, hidden_BTD: jax.Array, rope: tuple[jax.Array, jax.Array], kv: KV
+        self, hidden_BTD: jax.Array, tables: PositionTables, kv: KV
     ) -> tuple[jax.Array, KV]:
         query_BTNH = self._heads(self.query(hidden_BTD))
         key_BTKH = self._heads(self.key(hidden_BTD))
         value_BTKH = self._heads(self.value(hidden_BTD))
         if self.query_norm is not None and self.key_norm is not None:
             query_BTNH, key_BTKH = self.query_norm(query_BTNH), self.key_norm(key_BTKH)
-        with jax.named_scope("rope"):
-            query_BTNH, key_BTKH = apply_rope(query_BTNH, rope), apply_rope(key_BTKH, rope)
+        if self.rotated:
+            with jax.named_scope("rope"):
+                query_BTNH = apply_rope(query_BTNH, tables.rotation, self.interleaved)
+                key_BTKH = apply_rope(key_BTKH, tables.rotation, self.interleaved)
+        elif tables.temperature is not None:
+            wide = query_BTNH.astype(jnp.float32) * tables.temperature
+            query_BTNH = wide.astype(query_BTNH.dtype)
+        if self.eps_after_rope is not None:
+            query_BTNH = rms_normed(query_BTNH, self.eps_after_rope)
+            key_BTKH = rms_normed(key_BTKH, self.eps_after_rope)
         with jax.named_scope("attend"):
             scale = self.head_dim**-0.5
-            mixed_BTNH, kv = kv.attend(query_BTNH, key_BTKH, value_BTKH, scale)
+            mixed_BTNH, kv = kv.attend(query_BTNH, key_BTKH, value_BTKH, scale, self.chunk)
         return self.output(mixed_BTNH.reshape(*hidden_BTD.shape[:2], -1)), kv
 
     def _heads(self, x_BTM: jax.Array) -> jax.Array:

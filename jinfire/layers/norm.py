@@ -18,8 +18,12 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.float32)
-        mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
-        normed = (wide * jax.lax.rsqrt(mean_square + self.eps)).astype(x.dtype)
         scale = self.scale.get_value()
-        return normed * scale.reshape((1,) * (x.ndim - 1) + scale.shape)
+        return rms_normed(x, self.eps) * scale.reshape((1,) * (x.ndim - 1) + scale.shape)
+
+
+def rms_normed(x: jax.Array, eps: float) -> jax.Array:
+    """Values of root-mean-square one over the last axis, in the data's dtype."""
+    wide = x.astype(jnp.float32)
+    mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+    return (wide * jax.lax.rsqrt(mean_square + eps)).astype(x.dtype)

@@ -5,15 +5,27 @@ from typing import Any
 
 from jinfire.config import ModelConfig
 from jinfire.errors import UnsupportedConfig
+from jinfire.models.deepseek import DEEPSEEK_V3, KIMI_K2, KIMI_K25
 from jinfire.models.family import GGUFForm, ModelFamily
+from jinfire.models.hf_quantization import FP8
 from jinfire.models.llama import LLAMA
+from jinfire.models.llama4 import LLAMA4, LLAMA4_TEXT
+from jinfire.models.mixtral import MIXTRAL
 from jinfire.models.qwen3 import QWEN3
+from jinfire.models.qwen3_moe import QWEN3_MOE
 
-__all__ = ["MODELS", "GGUFForm", "ModelFamily", "parse_config"]
+__all__ = ["MODELS", "GGUFForm", "ModelFamily", "parse_architecture", "parse_config"]
 
 MODELS: dict[str, ModelFamily] = {
     "llama": LLAMA,
+    "llama4": LLAMA4,
+    "llama4_text": LLAMA4_TEXT,
     "qwen3": QWEN3,
+    "qwen3_moe": QWEN3_MOE,
+    "mixtral": MIXTRAL,
+    "deepseek_v3": DEEPSEEK_V3,
+    "kimi_k2": KIMI_K2,
+    "kimi_k25": KIMI_K25,
 }
 
 
@@ -41,3 +53,25 @@ def parse_config(
             f"architectures: expected one of {list(family.architectures)}, got {named!r}"
         )
     return family.parse_config(config, generation_config or {})
+
+
+def parse_architecture(
+    config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None
+) -> ModelConfig:
+    """The model that a config describes, for planning, with weights that are not fp8.
+
+    As `parse_config`, which refuses checkpoints of fp8 weights because they cannot be read.
+    """
+    return parse_config(_without_fp8(config), generation_config)
+
+
+def _without_fp8(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not isinstance(config, Mapping):
+        return config
+    kept = dict(config)
+    scheme = kept.get("quantization_config")
+    if isinstance(scheme, Mapping) and scheme.get("quant_method") == FP8:
+        del kept["quantization_config"]
+    if "text_config" in kept:
+        kept["text_config"] = _without_fp8(kept["text_config"])
+    return kept

@@ -86,6 +86,11 @@ DENSE_NAMES = {
     "head.weight": "lm_head.weight",
 }
 
+QK_NORM_NAMES = {
+    "layers.{i}.attention.query_norm.scale": "model.layers.{i}.self_attn.q_norm.weight",
+    "layers.{i}.attention.key_norm.scale": "model.layers.{i}.self_attn.k_norm.weight",
+}
+
 DENSE_GGUF_NAMES = {
     "embed.weight": "token_embd.weight",
     "layers.{i}.attention_norm.scale": "blk.{i}.attn_norm.weight",
@@ -100,3 +105,16 @@ DENSE_GGUF_NAMES = {
     "final_norm.scale": "output_norm.weight",
     "head.weight": "output.weight",
 }
+
+
+def prefixed(names: Mapping[str, Stored], prefix: str) -> dict[str, Stored]:
+    """Names as they are where the decoder is one part of a larger model."""
+
+    def rename(stored: Stored) -> Stored:
+        if isinstance(stored, str):
+            return prefix + stored
+        if isinstance(stored, Fused):
+            return dataclasses.replace(stored, name=prefix + stored.name)
+        return dataclasses.replace(stored, prefix=prefix + stored.prefix)
+
+    return {logical: rename(stored) for logical, stored in names.items()}

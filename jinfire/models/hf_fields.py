@@ -5,11 +5,12 @@ have one value that does; anything else is refused by name, because a field that
 ignored gives a model that silently answers nonsense.
 """
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
 
-from jinfire.config import LayerSpec, ModelConfig, RopeConfig
+from jinfire.config import ExpertsConfig, LatentConfig, LayerSpec, ModelConfig, RopeConfig
 from jinfire.errors import UnsupportedConfig
 
 Json = Mapping[str, Any]
@@ -20,6 +21,7 @@ MAX_VOCAB = 2**24
 MAX_LAYERS = 4096
 MAX_POSITION = 2**31
 MAX_EOS_IDS = 1024
+MAX_EXPERTS = 2**16
 
 # Training, bookkeeping and output options: no influence on a forward pass in inference.
 # fmt: off
@@ -31,6 +33,7 @@ HARMLESS = frozenset(
         "output_hidden_states", "output_attentions", "torchscript", "chunk_size_feed_forward",
         "id2label", "label2id", "problem_type", "finetuning_task", "task_specific_params",
         "tokenizer_class", "prefix", "sep_token_id", "unk_token_id", "decoder_start_token_id",
+        "output_router_logits", "router_aux_loss_coef", "router_jitter_noise",
     )
 )
 # fmt: on
@@ -63,48 +66,125 @@ READ = frozenset(
 # fmt: on
 
 
-def dense_config(
+@dataclasses.dataclass(frozen=True)
+class Defaults:
+    """What transformers takes for keys that a family's config lacks."""
+
+    vocab_size: int
+    mlp_width: int
+    max_position: int
+    width: int = 4096
+    num_layers: int = 32
+    num_heads: int = 32
+    norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+    bos_id: int | None = None
+    eos_id: int | None = None
+
+
+def decoder_config(
     config: Json,
     generation: Json,
+    defaults: Defaults,
     *,
     family: str,
     head_dim: int,
     num_kv_heads: int,
-    defaults: dict[str, int],
-    default_bos: int | None,
-    default_eos: int | None,
-    qk_norm: bool,
+    qk_norm: bool = False,
+    mlp_key: str = "intermediate_size",
+    rope_kinds: tuple[str, ...] = ("default", "llama3"),
 ) -> ModelConfig:
-    """A `ModelConfig` of what all dense decoders share, and of what a family says about itself.
+    """A `ModelConfig` of what all decoders share, and of what a family says about itself.
 
-    `defaults` are transformers' for keys that the config lacks.
+    Its layers are dense and causal; a family of others replaces them.
 
     Raises: UnsupportedConfig naming the field.
     """
     max_position = read_size(
-        config, "max_position_embeddings", defaults["max_position"], high=MAX_POSITION
+        config, "max_position_embeddings", defaults.max_position, high=MAX_POSITION
     )
-    bos = config.get("bos_token_id", generation.get("bos_token_id", default_bos))
+    num_layers = read_size(config, "num_hidden_layers", defaults.num_layers, high=MAX_LAYERS)
+    bos = config.get("bos_token_id", generation.get("bos_token_id", defaults.bos_id))
     require(bos is None or is_int(bos), "bos_token_id", "a token id or null", bos)
     model = ModelConfig(
         family=family,
-        vocab_size=read_size(config, "vocab_size", defaults["vocab_size"], high=MAX_VOCAB),
-        width=read_size(config, "hidden_size", 4096),
-        mlp_width=read_size(config, "intermediate_size", defaults["intermediate_size"]),
-        num_heads=read_size(config, "num_attention_heads", 32),
+        vocab_size=read_size(config, "vocab_size", defaults.vocab_size, high=MAX_VOCAB),
+        width=read_size(config, "hidden_size", defaults.width),
+        mlp_width=read_size(config, mlp_key, defaults.mlp_width),
+        num_heads=read_size(config, "num_attention_heads", defaults.num_heads),
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        layers=(LayerSpec(),) * read_size(config, "num_hidden_layers", 32, high=MAX_LAYERS),
-        norm_eps=read_positive(config, "rms_norm_eps", 1e-6),
-        rope=read_rope(config, max_position),
+        layers=(LayerSpec(),) * num_layers,
+        norm_eps=read_positive(config, "rms_norm_eps", defaults.norm_eps),
+        rope=read_rope(config, max_position, defaults.rope_theta, rope_kinds),
         tie_embeddings=read_flag(config, "tie_word_embeddings", False),
         qk_norm=qk_norm,
         max_position=max_position,
-        eos_ids=read_eos_ids(config, generation, default_eos),
+        eos_ids=read_eos_ids(config, generation, defaults.eos_id),
         bos_id=bos,
     )
     check_sizes(model)
     return model
+
+
+def shared_head_dim(config: Json, defaults: Defaults) -> int:
+    """The head dimension that the width gives, of families whose heads share it.
+
+    Raises: UnsupportedConfig where the heads do not divide the width and `head_dim` is missing.
+    """
+    heads = read_size(config, "num_attention_heads", defaults.num_heads)
+    width = read_size(config, "hidden_size", defaults.width)
+    if config.get("head_dim") is None and width % heads:
+        raise UnsupportedConfig(
+            f"hidden_size: expected a multiple of num_attention_heads {heads}, got {width}"
+        )
+    return read_size(config, "head_dim", width // heads)
+
+
+def read_kv_heads(config: Json, defaults: Defaults, absent: int | None = None) -> int:
+    """KV heads; an explicit null means "as many as query heads", an absent key means `absent`."""
+    heads = read_size(config, "num_attention_heads", defaults.num_heads)
+    is_absent = "num_key_value_heads" not in config
+    return read_size(config, "num_key_value_heads", absent if is_absent and absent else heads)
+
+
+def text_config(config: Json, model_types: tuple[str, ...], known: frozenset[str]) -> Json:
+    """The decoder's part of a config that has a vision tower beside it.
+
+    End tokens are the union of both levels. What else both levels say must agree. `known` are
+    keys of the outer level that say nothing about text.
+
+    Raises: UnsupportedConfig naming the field.
+    """
+    text = config.get("text_config")
+    require(isinstance(text, Mapping), "text_config", "a JSON object", text)
+    assert text is not None
+    own_type = text.get("model_type", model_types[0])
+    require(own_type in model_types, "text_config.model_type", f"one of {model_types}", own_type)
+    check_keys(config, known | {"text_config", "vision_config", "eos_token_id", *SHARED}, {})
+    merged = dict(text)
+    for key in SHARED:
+        outer, inner = config.get(key), text.get(key)
+        if outer is not None and inner is not None and outer != inner:
+            raise UnsupportedConfig(f"{key}: {outer!r}, but {inner!r} in text_config")
+        if outer is not None:
+            merged[key] = outer
+    if "eos_token_id" in config:
+        merged["eos_token_id"] = [
+            token
+            for level in (config, text)
+            for token in _as_list(level.get("eos_token_id"))
+            if token is not None
+        ]
+    return merged
+
+
+# What a config with a vision tower may say at either level.
+SHARED = ("tie_word_embeddings", "bos_token_id", "quantization_config")
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def check_sizes(config: ModelConfig) -> None:
@@ -130,8 +210,13 @@ def check_sizes(config: ModelConfig) -> None:
         f"a divisor of num_attention_heads {config.num_heads}",
         config.num_kv_heads,
     )
-    require(config.head_dim % 2 == 0, "head_dim", "an even number (RoPE)", config.head_dim)
-    rope = config.rope
+    latent, rope = config.latent, config.rope
+    if latent is None:
+        require(config.head_dim % 2 == 0, "head_dim", "an even number (RoPE)", config.head_dim)
+    else:
+        _check_latent(config, latent)
+    if config.experts is not None:
+        check_experts(config.experts)
     reals = {"norm_eps": config.norm_eps, "rope_theta": rope.theta, "rope factor": rope.factor}
     for name, value in reals.items():
         require(is_real(value) and value > 0, name, "a finite number > 0", value)
@@ -142,7 +227,74 @@ def check_sizes(config: ModelConfig) -> None:
             require(ok, name, f"a token id in [0, {config.vocab_size})", value)
 
 
-def read_rope(config: Json, max_position: int) -> RopeConfig:
+def _check_latent(config: ModelConfig, latent: LatentConfig) -> None:
+    sizes = dataclasses.asdict(latent)
+    del sizes["norm_eps"]
+    for name, value in sizes.items():
+        ok = (is_int(value) and 1 <= value <= MAX_WIDTH) or (name == "query_rank" and value is None)
+        require(ok, f"latent {name}", f"an integer in [1, {MAX_WIDTH}]", value)
+    require(latent.rope_dim % 2 == 0, "qk_rope_head_dim", "an even number", latent.rope_dim)
+    whole = latent.nope_dim + latent.rope_dim
+    require(
+        config.head_dim == whole, "head_dim", f"{whole}, nope and rope together", config.head_dim
+    )
+
+
+def check_experts(experts: ExpertsConfig) -> None:
+    """Refusal of numbers of experts that contradict each other.
+
+    Raises: UnsupportedConfig naming the field.
+    """
+    count, groups = experts.count, experts.groups
+    sizes = {
+        "number of experts": (count, 1, MAX_EXPERTS),
+        "expert width": (experts.width, 1, MAX_WIDTH),
+        "shared expert width": (experts.shared_width, 0, MAX_WIDTH),
+        "num_experts_per_tok": (experts.per_token, 1, count),
+        "expert groups": (groups, 1, count),
+        "topk_group": (experts.groups_per_token, 1, groups),
+    }
+    for name, (value, low, high) in sizes.items():
+        ok = is_int(value) and low <= value <= high
+        require(ok, name, f"an integer in [{low}, {high}]", value)
+    require(count % groups == 0, "expert groups", f"a divisor of {count} experts", groups)
+    choice = count // groups * experts.groups_per_token
+    if experts.router == "sigmoid":
+        # A group's score is the sum of its best two.
+        require(count // groups >= 2, "expert groups", "at least 2 experts in each", groups)
+    require(
+        experts.per_token <= choice,
+        "num_experts_per_tok",
+        f"at most the {choice} experts of the chosen groups",
+        experts.per_token,
+    )
+    ok = is_real(experts.scaling) and experts.scaling > 0
+    require(ok, "routed_scaling_factor", "a finite number > 0", experts.scaling)
+    if experts.int4:
+        require(experts.width % 32 == 0, "expert width", "a multiple of 32 (int4)", experts.width)
+
+
+# The numbers that each kind of scaling takes from the config.
+ROPE_FIELDS: dict[str, frozenset[str]] = {
+    "default": frozenset(),
+    "llama3": frozenset(
+        ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    ),
+    "yarn": frozenset(
+        (
+            *("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
+            *("mscale", "mscale_all_dim"),
+        )
+    ),
+}
+
+
+def read_rope(
+    config: Json,
+    max_position: int,
+    default_theta: float = 10_000.0,
+    kinds: tuple[str, ...] = ("default", "llama3"),
+) -> RopeConfig:
     """Rotary embedding of the published style (`rope_scaling`) or of transformers v5."""
     scaling = config.get("rope_scaling") or None
     parameters = config.get("rope_parameters") or None
@@ -154,29 +306,26 @@ def read_rope(config: Json, max_position: int) -> RopeConfig:
     if not isinstance(rope, Mapping) or any(isinstance(v, Mapping) for v in rope.values()):
         raise UnsupportedConfig(f"{source}: expected one flat object for all layers, got {rope!r}")
 
-    kinds = [rope[key] for key in ("rope_type", "type") if rope.get(key) is not None] or ["default"]
-    kind = kinds[0]
-    if kinds[-1] != kind or kind not in ("default", "llama3"):
+    named = [rope[key] for key in ("rope_type", "type") if rope.get(key) is not None] or ["default"]
+    kind = named[0]
+    if named[-1] != kind or kind not in kinds:
         got = {key: rope[key] for key in ("rope_type", "type") if key in rope}
-        raise UnsupportedConfig(f"{source}.rope_type: expected default or llama3, got {got}")
-    theta = read_positive(rope, "rope_theta", read_positive(config, "rope_theta", 10_000.0))
+        raise UnsupportedConfig(f"{source}.rope_type: expected one of {kinds}, got {got}")
+    theta = read_positive(rope, "rope_theta", read_positive(config, "rope_theta", default_theta))
     if config.get("rope_theta", theta) not in (theta, None):
         raise UnsupportedConfig(f"rope_theta: differs from {source}.rope_theta")
     if rope.get("partial_rotary_factor", 1) not in (1, None):
         raise UnsupportedConfig(f"{source}.partial_rotary_factor: expected 1")
 
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-    llama3 = {
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-    }
-    if unknown := rope.keys() - known - llama3:
+    if unknown := rope.keys() - known.union(*(ROPE_FIELDS[name] for name in kinds)):
         raise UnsupportedConfig(f"{source}: unknown fields {sorted(unknown)}")
     if kind == "default":
         return RopeConfig(theta=theta)
-    if missing := llama3 - {"original_max_position_embeddings"} - rope.keys():
+    original = read_size(rope, "original_max_position_embeddings", max_position, high=MAX_POSITION)
+    if kind == "yarn":
+        return _read_yarn(rope, source, theta, original)
+    if missing := {"factor", "low_freq_factor", "high_freq_factor"} - rope.keys():
         raise UnsupportedConfig(f"{source}: rope type llama3 lacks {sorted(missing)}")
     return RopeConfig(
         theta=theta,
@@ -184,9 +333,27 @@ def read_rope(config: Json, max_position: int) -> RopeConfig:
         factor=read_positive(rope, "factor"),
         low_freq_factor=read_positive(rope, "low_freq_factor"),
         high_freq_factor=read_positive(rope, "high_freq_factor"),
-        original_max_position=read_size(
-            rope, "original_max_position_embeddings", max_position, high=MAX_POSITION
-        ),
+        original_max_position=original,
+    )
+
+
+def _read_yarn(rope: Json, source: str, theta: float, original: int) -> RopeConfig:
+    if "factor" not in rope:
+        raise UnsupportedConfig(f"{source}: rope type yarn lacks ['factor']")
+    require(theta > 1, "rope_theta", "a number > 1 (yarn)", theta)
+    # transformers takes one of the two alone for neither, other readers for its own half.
+    given = [key for key in ("mscale", "mscale_all_dim") if rope.get(key) is not None]
+    if len(given) == 1:
+        raise UnsupportedConfig(f"{source}: mscale and mscale_all_dim: expected both, got {given}")
+    return RopeConfig(
+        theta=theta,
+        scaling="yarn",
+        factor=read_positive(rope, "factor"),
+        original_max_position=original,
+        beta_fast=read_positive(rope, "beta_fast", 32.0),
+        beta_slow=read_positive(rope, "beta_slow", 1.0),
+        mscale=read_positive(rope, "mscale", 1.0),
+        mscale_all_dim=read_positive(rope, "mscale_all_dim") if given else 0.0,
     )
 
 
@@ -196,7 +363,7 @@ def read_eos_ids(config: Json, generation: Json, default: int | None) -> frozens
     # A family's default is a guess that only an entirely silent checkpoint gets.
     ids: set[int] = set()
     for value in named or [default]:
-        values = value if isinstance(value, list) else [value]
+        values = _as_list(value)
         if len(values) > MAX_EOS_IDS:
             raise UnsupportedConfig(f"eos_token_id: at most {MAX_EOS_IDS} ids, got {len(values)}")
         for token in values:
@@ -217,11 +384,11 @@ def check_keys(config: Json, read: frozenset[str], inert: Mapping[str, tuple[Any
             raise UnsupportedConfig(f"{key}: unknown field with value {value!r}")
 
 
-def read_size(config: Json, key: str, default: int, high: int = MAX_WIDTH) -> int:
-    """An integer field from 1 to `high`; null counts as absent."""
+def read_size(config: Json, key: str, default: int, high: int = MAX_WIDTH, low: int = 1) -> int:
+    """An integer field from `low` to `high`; null counts as absent."""
     value = config.get(key)
     value = default if value is None else value
-    require(is_int(value) and 1 <= value <= high, key, f"an integer in [1, {high}]", value)
+    require(is_int(value) and low <= value <= high, key, f"an integer in [{low}, {high}]", value)
     return value
 
 

@@ -2,19 +2,28 @@
 
 from jinfire.config import ModelConfig
 from jinfire.errors import UnsupportedConfig
-from jinfire.models.family import DENSE_GGUF_NAMES, DENSE_NAMES, GGUFForm, ModelFamily
+from jinfire.models.family import (
+    DENSE_GGUF_NAMES,
+    DENSE_NAMES,
+    QK_NORM_NAMES,
+    GGUFForm,
+    ModelFamily,
+)
 from jinfire.models.hf_fields import (
     INERT_VALUES,
     MAX_LAYERS,
     READ,
+    Defaults,
     Json,
     check_keys,
-    dense_config,
+    decoder_config,
     is_int,
     read_flag,
+    read_kv_heads,
     read_size,
 )
 
+DEFAULTS = Defaults(vocab_size=151936, mlp_width=22016, max_position=32768)
 WINDOW_KEYS = frozenset(
     ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 )
@@ -24,18 +33,13 @@ def parse_config(config: Json, generation: Json) -> ModelConfig:
     """A dense decoder with query and key norms; sliding windows are refused."""
     check_keys(config, READ | WINDOW_KEYS, INERT_VALUES)
     _check_no_window(config, read_size(config, "num_hidden_layers", 32, MAX_LAYERS))
-    heads = read_size(config, "num_attention_heads", 32)
-    # An explicit null means "as many as query heads", an absent key means 32.
-    kv_default = heads if "num_key_value_heads" in config else 32
-    return dense_config(
+    return decoder_config(
         config,
         generation,
+        DEFAULTS,
         family=QWEN3.name,
         head_dim=read_size(config, "head_dim", 128),
-        num_kv_heads=read_size(config, "num_key_value_heads", kv_default),
-        defaults={"vocab_size": 151936, "intermediate_size": 22016, "max_position": 32768},
-        default_bos=None,
-        default_eos=None,
+        num_kv_heads=read_kv_heads(config, DEFAULTS, absent=32),
         qk_norm=True,
     )
 
@@ -63,11 +67,7 @@ QWEN3 = ModelFamily(
     name="qwen3",
     architectures=("Qwen3ForCausalLM",),
     parse_config=parse_config,
-    tensor_names={
-        **DENSE_NAMES,
-        "layers.{i}.attention.query_norm.scale": "model.layers.{i}.self_attn.q_norm.weight",
-        "layers.{i}.attention.key_norm.scale": "model.layers.{i}.self_attn.k_norm.weight",
-    },
+    tensor_names=DENSE_NAMES | QK_NORM_NAMES,
     gguf=GGUFForm(
         {
             **DENSE_GGUF_NAMES,

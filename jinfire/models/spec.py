@@ -15,6 +15,8 @@ from flax import nnx
 from jinfire.config import LayerSpec, ModelConfig
 from jinfire.models.transformer import Transformer
 
+INT4_IN_A_WORD = 8
+
 
 @dataclasses.dataclass(frozen=True)
 class ParamSpec:
@@ -72,24 +74,65 @@ def abstract_tree(config: ModelConfig) -> dict[str, ParamSpec]:
 
 
 def parameter_count(config: ModelConfig) -> int:
-    """Number of parameters; tied embeddings count once."""
-    return sum(spec.size for spec in abstract_tree(config).values())
+    """Number of parameters; tied embeddings count once, int4 weights as the weights they are."""
+    return sum(_parameters(config).values())
+
+
+def active_parameter_count(config: ModelConfig) -> int:
+    """Number of parameters that one token meets: of the routed experts, those that it takes."""
+    return sum(_met_by_a_token(config).values())
 
 
 def flops_per_token(config: ModelConfig, context: int = 0) -> int:
     """Forward FLOPs of one token: 2 per weight it multiplies, plus attention over `context`.
 
+    A query of a chunked layer sees no more than the attention chunk. Latent attention counts in
+    the absorbed form, which is what decode runs: scores against whole entries of the cache, sums
+    of their latents. (A prefill expands them, which is fewer per query.)
     Source: PaLM (arXiv 2204.02311) appendix B; the embedding lookup multiplies nothing, the head
     does even when tied.
     """
     tree = abstract_tree(config)
-    matrices = sum(s.size for n, s in tree.items() if len(s.shape) == 2 and n != "embed.weight")
-    if config.tie_embeddings:
-        matrices += tree["embed.weight"].size
-    attention = 4 * config.num_layers * config.num_heads * config.head_dim * context
+    met = _met_by_a_token(config)
+    matrices = sum(size for name, size in met.items() if len(tree[name].shape) > 1)
+    if not config.tie_embeddings:
+        matrices -= tree["embed.weight"].size
+    attention = sum(_attention_flops(config, layer, context) for layer in config.layers)
     return 2 * matrices + attention
+
+
+def _attention_flops(config: ModelConfig, layer: LayerSpec, context: int) -> int:
+    if config.latent is not None:
+        latent = config.latent
+        return 2 * config.num_heads * (2 * latent.rank + latent.rope_dim) * context
+    if layer.attention == "chunked" and config.attention_chunk is not None:
+        context = min(context, config.attention_chunk)
+    return 4 * config.num_heads * config.head_dim * context
 
 
 def kv_bytes_per_token(config: ModelConfig, itemsize: int) -> int:
     """Bytes of keys and values that one token leaves in all layers, unreplicated."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize
+    return config.num_layers * config.cached_heads * sum(config.kv_widths) * itemsize
+
+
+def _parameters(config: ModelConfig) -> dict[str, int]:
+    """Parameters in each tensor: eight in a word of int4 weights, none in their scales."""
+    tree = abstract_tree(config)
+
+    def parameters(name: str, spec: ParamSpec) -> int:
+        stem, kind = name.rsplit(".", 1)
+        if kind == "packed":
+            return INT4_IN_A_WORD * spec.size
+        return 0 if kind == "scale" and f"{stem}.packed" in tree else spec.size
+
+    return {name: parameters(name, spec) for name, spec in tree.items()}
+
+
+def _met_by_a_token(config: ModelConfig) -> dict[str, int]:
+    experts = config.experts
+    return {
+        name: size * experts.per_token // experts.count
+        if experts is not None and ".mlp.experts." in name
+        else size
+        for name, size in _parameters(config).items()
+    }

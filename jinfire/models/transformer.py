@@ -7,11 +7,17 @@ from flax import nnx
 from jinfire.config import LayerSpec, ModelConfig
 from jinfire.layers.attention import Attention, LayerKV
 from jinfire.layers.linear import Embedding, head_logits, param
+from jinfire.layers.mla import LatentAttention
 from jinfire.layers.mlp import GatedMLP
 from jinfire.layers.norm import RMSNorm
-from jinfire.layers.rope import rope_tables
+from jinfire.layers.rope import PositionTables, query_temperature, rope_tables
 
-ATTENTION = {"causal": Attention}
+ATTENTION = {
+    "causal": Attention,
+    "chunked": lambda config, dtype: Attention(config, dtype, chunk=config.attention_chunk),
+    "unrotated": lambda config, dtype: Attention(config, dtype, rotated=False),
+    "latent": LatentAttention,
+}
 MLP = {"dense": lambda config, dtype: GatedMLP(config.width, config.mlp_width, dtype)}
 
 
@@ -25,10 +31,10 @@ class DecoderLayer(nnx.Module):
         self.mlp = MLP[spec.mlp](config, dtype)
 
     def __call__[KV: LayerKV](
-        self, hidden_BTD: jax.Array, rope: tuple[jax.Array, jax.Array], kv: KV
+        self, hidden_BTD: jax.Array, tables: PositionTables, kv: KV
     ) -> tuple[jax.Array, KV]:
         with jax.named_scope("attention"):
-            mixed, kv = self.attention(self.attention_norm(hidden_BTD), rope, kv)
+            mixed, kv = self.attention(self.attention_norm(hidden_BTD), tables, kv)
         hidden_BTD = hidden_BTD + mixed
         with jax.named_scope("mlp"):
             return hidden_BTD + self.mlp(self.mlp_norm(hidden_BTD)), kv
@@ -59,9 +65,12 @@ class Transformer(nnx.Module):
         tied = config.tie_embeddings
         self.head = None if tied else Head(config.vocab_size, config.width, dtype)
 
-    def rope(self, positions_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Rotation tables shared by all layers."""
-        return rope_tables(positions_BT, self.config.rope, self.config.head_dim)
+    def tables(self, positions_BT: jax.Array) -> PositionTables:
+        """What all layers need of positions."""
+        config = self.config
+        rotary = config.head_dim if config.latent is None else config.latent.rope_dim
+        growth = config.temperature and query_temperature(positions_BT, config.temperature)
+        return PositionTables(rope_tables(positions_BT, config.rope, rotary), growth)
 
     def logits(self, normed: jax.Array) -> jax.Array:
         """Next-token logits of final-norm outputs: [..., D] -> float32 [..., V]."""

@@ -6,7 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jinfire.kvcache.pages import PagePair, Pools, pool_specs
+from jinfire.kvcache.pages import LatentPages, PagePair, Pages, Pools, pool_specs
 from jinfire.programs.batch import DecodeControl, DecodeRows, DecodeTokens
 from jinfire.programs.runtime import (
     REPLICATED,
@@ -18,7 +18,7 @@ from jinfire.programs.runtime import (
     shift_stages,
 )
 from jinfire.programs.sampler import TOP_LOGPROBS, sample
-from pallas_kernels import paged_attention, write_pages
+from pallas_kernels import latent_attention, paged_attention, write_pages
 from sharding import PIPELINE, Schedule
 
 
@@ -26,23 +26,66 @@ from sharding import PIPELINE, Schedule
 class DecodeKV:
     """One layer's pages during a decode step: one new token per row."""
 
-    pages: PagePair
+    pages: Pages
     table_BW: jax.Array
     positions_B: jax.Array
     lengths_B: jax.Array
 
     def attend(
-        self, query_BTNH: jax.Array, key_BTKH: jax.Array, value_BTKH: jax.Array, scale: float
+        self,
+        query_BTNH: jax.Array,
+        key_BTKH: jax.Array,
+        value_BTKH: jax.Array,
+        scale: float,
+        attention_chunk: int | None = None,
     ) -> tuple[jax.Array, "DecodeKV"]:
-        where = (self.table_BW, self.positions_B[:, None], (self.lengths_B > 0)[:, None])
+        assert isinstance(self.pages, PagePair)
         pages = PagePair(
-            write_pages(self.pages.key, key_BTKH, *where),
-            write_pages(self.pages.value, value_BTKH, *where),
+            self._written(self.pages.key, key_BTKH), self._written(self.pages.value, value_BTKH)
         )
         mixed_BNH = paged_attention(
-            query_BTNH[:, 0], *pages, self.table_BW, self.lengths_B, scale=scale
+            query_BTNH[:, 0],
+            *pages,
+            self.table_BW,
+            self.lengths_B,
+            scale=scale,
+            attention_chunk=attention_chunk,
         )
         return mixed_BNH[:, None], dataclasses.replace(self, pages=pages)
+
+    def attend_latent(
+        self, query_BTNH: jax.Array, latent_BTC: jax.Array, up_NUC: jax.Array, scale: float
+    ) -> tuple[jax.Array, "DecodeKV"]:
+        """The absorbed form: one token's queries go to the latents, not all latents to the heads.
+
+        Source: DeepSeek-V2 (arXiv 2405.04434) section 2.1.3.
+        """
+        assert isinstance(self.pages, LatentPages)
+        pages = LatentPages(self._written(self.pages.latent, latent_BTC[:, :, None]))
+        rank, dtype = up_NUC.shape[-1], query_BTNH.dtype
+        plain_dim = query_BTNH.shape[-1] - (latent_BTC.shape[-1] - rank)
+        plain, rotary = jnp.split(query_BTNH[:, 0], [plain_dim], axis=-1)
+        absorbed = jnp.einsum(
+            "BNU,NUC->BNC", plain, up_NUC[:, :plain_dim], preferred_element_type=jnp.float32
+        )
+        mixed_BNC = latent_attention(
+            jnp.concatenate([absorbed.astype(dtype), rotary], axis=-1),
+            pages.latent,
+            self.table_BW,
+            self.lengths_B,
+            scale=scale,
+            rank=rank,
+        )
+        mixed_BNV = jnp.einsum(
+            "BNC,NVC->BNV", mixed_BNC, up_NUC[:, plain_dim:], preferred_element_type=jnp.float32
+        )
+        return mixed_BNV.astype(dtype)[:, None], dataclasses.replace(self, pages=pages)
+
+    def _written(self, pages: jax.Array, new_BTKH: jax.Array) -> jax.Array:
+        live_B = self.lengths_B > 0
+        return write_pages(
+            pages, new_BTKH, self.table_BW, self.positions_B[:, None], live_B[:, None]
+        )
 
 
 def decode_microbatches(stages: int, rows: int, limit: int | None = None) -> int:
@@ -120,7 +163,7 @@ def _decode(
         here = _microbatch(state, microbatch, size)
         lengths_B = jnp.where(here["active"] & valid, here["position"] + 1, 0)
 
-        def view(group: str, pages: PagePair) -> DecodeKV:
+        def view(group: str, pages: Pages) -> DecodeKV:
             return DecodeKV(pages, tables[group], here["position"], lengths_B)
 
         hidden_BTD, pools = mesh_model.run_layers(

@@ -14,7 +14,12 @@ class InBatchKV:
     """Causal attention among the tokens of the batch; nothing is stored."""
 
     def attend(
-        self, query_BTNH: jax.Array, key_BTKH: jax.Array, value_BTKH: jax.Array, scale: float
+        self,
+        query_BTNH: jax.Array,
+        key_BTKH: jax.Array,
+        value_BTKH: jax.Array,
+        scale: float,
+        attention_chunk: int | None = None,
     ) -> tuple[jax.Array, "InBatchKV"]:
         num_rows, length, _, head_dim = query_BTNH.shape
         num_kv_heads = key_BTKH.shape[2]
@@ -22,9 +27,8 @@ class InBatchKV:
         scores = jnp.einsum(
             "BTKGH,BSKH->BKGTS", query, key_BTKH, preferred_element_type=jnp.float32
         )
-        index = jnp.arange(length, dtype=jnp.int32)
-        causal = (index[None] <= index[:, None])[None, None, None]
-        probabilities = jax.nn.softmax(jnp.where(causal, scores * scale, -jnp.inf), axis=-1)
+        seen = seen_in_batch(length, attention_chunk)[None, None, None]
+        probabilities = jax.nn.softmax(jnp.where(seen, scores * scale, -jnp.inf), axis=-1)
         mixed = jnp.einsum(
             "BKGTS,BSKH->BTKGH",
             probabilities.astype(value_BTKH.dtype),
@@ -32,6 +36,42 @@ class InBatchKV:
             preferred_element_type=jnp.float32,
         )
         return mixed.astype(query_BTNH.dtype).reshape(query_BTNH.shape), self
+
+    def attend_latent(
+        self, query_BTNH: jax.Array, latent_BTC: jax.Array, up_NUC: jax.Array, scale: float
+    ) -> tuple[jax.Array, "InBatchKV"]:
+        """The expanded form: keys and values of every head, as the architecture defines them."""
+        length, rank = latent_BTC.shape[1], up_NUC.shape[-1]
+        rotary = latent_BTC.shape[-1] - rank
+        expanded = jnp.einsum(
+            "BSC,NUC->BSNU",
+            latent_BTC[..., :rank],
+            up_NUC,
+            preferred_element_type=jnp.float32,
+        ).astype(query_BTNH.dtype)
+        key, value = jnp.split(expanded, [query_BTNH.shape[-1] - rotary], axis=-1)
+        shared = jnp.broadcast_to(latent_BTC[:, :, None, rank:], (*key.shape[:3], rotary))
+        key = jnp.concatenate([key, shared], axis=-1)
+        scores = jnp.einsum("BTNH,BSNH->BNTS", query_BTNH, key, preferred_element_type=jnp.float32)
+        seen = seen_in_batch(length, None)[None, None]
+        probabilities = jax.nn.softmax(jnp.where(seen, scores * scale, -jnp.inf), axis=-1)
+        mixed = jnp.einsum(
+            "BNTS,BSNV->BTNV",
+            probabilities.astype(value.dtype),
+            value,
+            preferred_element_type=jnp.float32,
+        )
+        return mixed.astype(query_BTNH.dtype), self
+
+
+def seen_in_batch(length: int, attention_chunk: int | None) -> jax.Array:
+    """Which tokens each token sees, bool [T, S]: those before it, of its attention chunk."""
+    index = jnp.arange(length, dtype=jnp.int32)
+    seen_TS = index[None] <= index[:, None]
+    if attention_chunk is not None:
+        chunk = index // attention_chunk
+        seen_TS &= chunk[None] == chunk[:, None]
+    return seen_TS
 
 
 def forward_program(model: MeshModel, hidden_states: bool) -> Program:
@@ -56,9 +96,9 @@ def _forward(
     model = mesh_model.bind(params)
     positions_T = jnp.arange(ids_BT.shape[1], dtype=jnp.int32)
     positions_BT = jnp.broadcast_to(positions_T[None], ids_BT.shape)
-    rope = model.rope(positions_BT)
+    tables = model.tables(positions_BT)
     streams = [model.embed(ids_BT)]
     for layer in model.layers:
-        streams.append(layer(streams[-1], rope, InBatchKV())[0])
+        streams.append(layer(streams[-1], tables, InBatchKV())[0])
     normed = model.final_norm(streams[-1])
     return model.logits(normed), (*streams, normed) if hidden_states else ()

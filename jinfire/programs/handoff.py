@@ -12,17 +12,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jinfire.kvcache.pages import PagePair, Pools, pool_specs
+from jinfire.kvcache.pages import Pages, Pools, group_layers, pages_like, pool_specs
 from jinfire.programs.batch import DecodeRows, NewRow
 from jinfire.programs.runtime import REPLICATED, MeshModel, global_pools, local_pools
 from jinfire.programs.sampler import Sampled
-from sharding import EXPERT, PIPELINE, TENSOR, InFlight, Side, TransferPlan
+from sharding import EXPERT, PIPELINE, TENSOR, Cuts, InFlight, Side, TransferPlan
 
 BLOCK_SPEC = PartitionSpec(PIPELINE, None, None, None, (EXPERT, TENSOR), None)
 HEADS_DIM = 4
 
-Blocks = list[dict[str, PagePair]]
-"""One request's pages, per cut of the local layers: [stages, layers, pages, Z, K@tensor, H]."""
+Blocks = dict[str, list[Pages]]
+"""One request's pages by KV group, per cut of its slots: [stages, slots, pages, Z, K@tensor, H]."""
+
+PageLists = dict[str, list[int]]
+"""Pages of one request by KV group, in the order of what they hold."""
 
 
 def page_buckets(table_width: int) -> tuple[int, ...]:
@@ -39,30 +42,36 @@ def page_buckets(table_width: int) -> tuple[int, ...]:
 class Transit:
     """One request under way: its copies, and the first token's, on the decode mesh.
 
-    `pages` is None when colocated. `num_pages` of the bucket carry tokens; `bytes` counts those.
+    `pages` are by KV group, and none when colocated. The first `counts` pages of a group's bucket
+    carry tokens; `bytes` counts those.
     """
 
-    pages: InFlight | None
+    pages: dict[str, InFlight]
     sampled: Sampled
-    num_pages: int
+    counts: dict[str, int]
     bytes: int
 
     def is_ready(self) -> bool:
         """Whether every copy has arrived, so that using it cannot stall the decode mesh."""
-        return self.pages is None or (self.pages.is_ready() and self.sampled.token_B.is_ready())
+        if not self.pages:
+            return True
+        arrived = all(copies.is_ready() for copies in self.pages.values())
+        return arrived and self.sampled.token_B.is_ready()
 
 
 class Handoff:
     """Everything that moves requests from a prefill mesh to a decode mesh.
 
     `send` is called right behind the prefill that completed a request, before the next prefill
-    takes the donated pools; `install` once the copies have arrived.
+    takes the donated pools; `install` once the copies have arrived. `rings` are the most pages that
+    a sequence holds, by KV group.
     """
 
-    def __init__(self, prefill: MeshModel, decode: MeshModel, table_width: int):
+    def __init__(self, prefill: MeshModel, decode: MeshModel, rings: dict[str, int]):
         self._decode = decode
+        self._rings = rings
         self._colocated = prefill is decode
-        self.buckets = page_buckets(table_width)
+        self.buckets = page_buckets(max(rings.values()))
         pools = pool_specs(decode.layout)
         self._install_row = decode.program(
             "install",
@@ -73,99 +82,106 @@ class Handoff:
         )
         if self._colocated:
             return
-        self._plan = TransferPlan.make(
-            prefill.config.num_layers,
-            Side(prefill.mesh, prefill.config.num_kv_heads),
-            Side(decode.mesh, decode.config.num_kv_heads),
-        )
+        heads = decode.config.cached_heads
+        targets = group_layers(decode.layout)
+        self._plans = {
+            group: TransferPlan.make(
+                Side(prefill.mesh, heads, layers), Side(decode.mesh, heads, targets[group])
+            )
+            for group, layers in group_layers(prefill.layout).items()
+        }
+        source_cuts = {group: plan.source_cuts for group, plan in self._plans.items()}
+        target_cuts = {group: plan.target_cuts for group, plan in self._plans.items()}
+        block = pages_like(decode.config, lambda width: BLOCK_SPEC)
         self._gather = prefill.program(
             "gather",
-            functools.partial(_gather, self._plan.source_cuts),
+            functools.partial(_gather, source_cuts),
             in_specs=(pool_specs(prefill.layout), REPLICATED),
-            out_specs=_block_specs(prefill, len(self._plan.source_cuts)),
+            out_specs={group: [block] * len(cuts) for group, cuts in source_cuts.items()},
         )
+        blocks = {group: [block] * len(cuts) for group, cuts in target_cuts.items()}
         self._scatter = decode.program(
             "scatter",
-            functools.partial(_scatter, self._plan.target_cuts),
-            in_specs=(pools, _block_specs(decode, len(self._plan.target_cuts)), REPLICATED),
+            functools.partial(_scatter, target_cuts),
+            in_specs=(pools, blocks, REPLICATED),
             out_specs=pools,
             donate=(0,),
         )
 
-    def send(self, pools: Pools, pages: list[int], sampled: Sampled) -> Transit:
+    def send(self, pools: Pools, pages: PageLists, sampled: Sampled) -> Transit:
         """Gather a request's pages and start their copies. Does not wait.
 
         `pools` are the prefill mesh's, `sampled` the dispatch that drew the first token.
         """
+        counts = {group: len(listed) for group, listed in pages.items()}
         if self._colocated:
-            return Transit(None, sampled, len(pages), 0)
-        blocks = self._gather(pools, self._padded(pages, fill=0))
-        in_flight = self._plan.send(blocks, heads_dim=HEADS_DIM)
-        bucket = self._bucket(len(pages))
-        return Transit(
-            in_flight,
-            self._decode.replicate(sampled),
-            len(pages),
-            in_flight.bytes * len(pages) // bucket,
+            return Transit({}, sampled, counts, 0)
+        padded = self._padded(pages, dict.fromkeys(pages, 0))
+        blocks = self._gather(pools, padded)
+        in_flight = {
+            group: plan.send(blocks[group], heads_dim=HEADS_DIM)
+            for group, plan in self._plans.items()
+        }
+        num_bytes = sum(
+            copies.bytes * counts[group] // len(padded[group])
+            for group, copies in in_flight.items()
         )
+        return Transit(in_flight, self._decode.replicate(sampled), counts, num_bytes)
 
     def install(
-        self, pools: Pools, rows: DecodeRows, transit: Transit, pages: list[int], row: NewRow
+        self, pools: Pools, rows: DecodeRows, transit: Transit, pages: PageLists, row: NewRow
     ) -> tuple[Pools, DecodeRows]:
         """Scatter arrived pages into the decode pools and set the row's state.
 
         Donates: pools and rows.
         """
-        if transit.pages is not None:
+        if transit.pages:
             # Padding goes to a page past the pool, which the scatter drops.
-            num_pool_pages = jax.tree.leaves(pools)[0].shape[1]
-            targets = self._padded(pages[: transit.num_pages], fill=num_pool_pages)
-            pools = self._scatter(pools, transit.pages.receive(), targets)
+            past = {group: jax.tree.leaves(slots)[0].shape[1] for group, slots in pools.items()}
+            sent = {group: pages[group][:count] for group, count in transit.counts.items()}
+            blocks = {group: copies.receive() for group, copies in transit.pages.items()}
+            pools = self._scatter(pools, blocks, self._padded(sent, past))
         return pools, self._install_row(rows, transit.sampled, row)
 
-    def _bucket(self, num_pages: int) -> int:
-        return next(size for size in self.buckets if size >= num_pages)
-
-    def _padded(self, pages: list[int], fill: int) -> np.ndarray:
-        padded = np.full(self._bucket(len(pages)), fill, np.int32)
-        padded[: len(pages)] = pages
+    def _padded(self, pages: PageLists, fill: dict[str, int]) -> dict[str, np.ndarray]:
+        """Page lists filled up to a bucket: that of the longest, as far as a group goes."""
+        longest = max(map(len, pages.values()))
+        bucket = next(size for size in self.buckets if size >= longest)
+        padded = {}
+        for group, listed in pages.items():
+            array = np.full(min(bucket, self._rings[group]), fill[group], np.int32)
+            array[: len(listed)] = listed
+            padded[group] = array
         return padded
 
 
-def _block_specs(model: MeshModel, cuts: int) -> list[dict[str, PagePair]]:
-    pair = PagePair(BLOCK_SPEC, BLOCK_SPEC)  # type: ignore[arg-type]
-    return [dict.fromkeys(pool_specs(model.layout), pair) for _ in range(cuts)]
+def _gather(cuts: dict[str, Cuts], pools: Pools, pages: dict[str, jax.Array]) -> Blocks:
+    def block(group: str, start: int, stop: int) -> Pages:
+        wanted = pages[group]
+        return jax.tree.map(
+            lambda *slots: jnp.stack([slot[0][wanted] for slot in slots])[None],
+            *pools[group][start:stop],
+        )
 
-
-def _gather(cuts: tuple[tuple[int, int], ...], pools: Pools, pages: jax.Array) -> Blocks:
-    return [
-        {
-            group: PagePair(
-                *(
-                    jnp.stack([slot[kind][0][pages] for slot in slots[start:stop]])[None]
-                    for kind in range(2)
-                )
-            )
-            for group, slots in pools.items()
-        }
-        for start, stop in cuts
-    ]
+    return {group: [block(group, *ends) for ends in cuts[group]] for group in pools}
 
 
 def _scatter(
-    cuts: tuple[tuple[int, int], ...], pools: Pools, blocks: Blocks, pages: jax.Array
+    cuts: dict[str, Cuts], pools: Pools, blocks: Blocks, pages: dict[str, jax.Array]
 ) -> Pools:
-    local = {group: list(slots) for group, slots in local_pools(pools).items()}
-    for (start, stop), block in zip(cuts, blocks, strict=True):
-        for group, slots in local.items():
-            for slot in range(start, stop):
-                slots[slot] = PagePair(
-                    *(
-                        old.at[pages].set(new[0, slot - start], mode="drop")
-                        for old, new in zip(slots[slot], block[group], strict=True)
-                    )
-                )
-    return global_pools({group: tuple(slots) for group, slots in local.items()})
+    scattered = {}
+    for group, slots in local_pools(pools).items():
+        put = functools.partial(_put_slot, pages[group])
+        scattered[group] = tuple(
+            jax.tree.map(functools.partial(put, slot - start), slots[slot], block)
+            for (start, stop), block in zip(cuts[group], blocks[group], strict=True)
+            for slot in range(start, stop)
+        )
+    return global_pools(scattered)
+
+
+def _put_slot(pages: jax.Array, index: int, old: jax.Array, block: jax.Array) -> jax.Array:
+    return old.at[pages].set(block[0, index], mode="drop")
 
 
 def _install_row(rows: DecodeRows, sampled: Sampled, new: NewRow) -> DecodeRows:

@@ -6,7 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jinfire.kvcache.pages import PagePair, Pools, pool_specs
+from jinfire.kvcache.pages import LatentPages, PagePair, Pages, Pools, pool_specs
 from jinfire.programs.batch import PrefillBatch
 from jinfire.programs.runtime import (
     REPLICATED,
@@ -18,15 +18,15 @@ from jinfire.programs.runtime import (
     shift_stages,
 )
 from jinfire.programs.sampler import TOP_LOGPROBS, Sampled, sample
-from pallas_kernels import prefill_attention, write_pages
+from pallas_kernels import expanded_latent_attention, prefill_attention, write_pages
 from sharding import PIPELINE, Schedule
 
 
 @dataclasses.dataclass(frozen=True)
 class PrefillKV:
-    """One layer's pages during a prefill microbatch: `attend` writes, then reads."""
+    """One layer's pages during a prefill microbatch: attention writes, then reads."""
 
-    pages: PagePair
+    pages: Pages
     table_RW: jax.Array
     starts_R: jax.Array
     lengths_R: jax.Array
@@ -34,17 +34,46 @@ class PrefillKV:
     valid_RC: jax.Array
 
     def attend(
-        self, query_BTNH: jax.Array, key_BTKH: jax.Array, value_BTKH: jax.Array, scale: float
+        self,
+        query_BTNH: jax.Array,
+        key_BTKH: jax.Array,
+        value_BTKH: jax.Array,
+        scale: float,
+        attention_chunk: int | None = None,
     ) -> tuple[jax.Array, "PrefillKV"]:
-        where = (self.table_RW, self.positions_RC, self.valid_RC)
+        assert isinstance(self.pages, PagePair)
         pages = PagePair(
-            write_pages(self.pages.key, key_BTKH, *where),
-            write_pages(self.pages.value, value_BTKH, *where),
+            self._written(self.pages.key, key_BTKH), self._written(self.pages.value, value_BTKH)
         )
         mixed = prefill_attention(
-            query_BTNH, *pages, self.table_RW, self.starts_R, self.lengths_R, scale=scale
+            query_BTNH,
+            *pages,
+            self.table_RW,
+            self.starts_R,
+            self.lengths_R,
+            scale=scale,
+            attention_chunk=attention_chunk,
         )
         return mixed, dataclasses.replace(self, pages=pages)
+
+    def attend_latent(
+        self, query_BTNH: jax.Array, latent_BTC: jax.Array, up_NUC: jax.Array, scale: float
+    ) -> tuple[jax.Array, "PrefillKV"]:
+        assert isinstance(self.pages, LatentPages)
+        pages = LatentPages(self._written(self.pages.latent, latent_BTC[:, :, None]))
+        mixed = expanded_latent_attention(
+            query_BTNH,
+            pages.latent,
+            up_NUC,
+            self.table_RW,
+            self.starts_R,
+            self.lengths_R,
+            scale=scale,
+        )
+        return mixed, dataclasses.replace(self, pages=pages)
+
+    def _written(self, pages: jax.Array, new_BTKH: jax.Array) -> jax.Array:
+        return write_pages(pages, new_BTKH, self.table_RW, self.positions_RC, self.valid_RC)
 
 
 def prefill_program(model: MeshModel) -> Program:
@@ -82,7 +111,7 @@ def _prefill(
         valid_RC = jnp.arange(chunk, dtype=jnp.int32)[None] < lengths_R[:, None]
         hidden_RCD = jnp.where(stage == 0, embedded_MRCD[entering], received)
 
-        def view(group: str, pages: PagePair) -> PrefillKV:
+        def view(group: str, pages: Pages) -> PrefillKV:
             table_RW = rows.page_tables[group]
             return PrefillKV(pages, table_RW, rows.starts, lengths_R, positions_RC, valid_RC)
 

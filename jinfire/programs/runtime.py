@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jinfire.checkpoints import TensorSource
 from jinfire.config import ModelConfig
-from jinfire.kvcache.pages import PagePair, Pools, group_slots
+from jinfire.kvcache.pages import Pages, Pools, group_slots
 from jinfire.layers.attention import LayerKV
 from jinfire.layout import StageLayout
 from jinfire.loading import load_params
@@ -81,7 +81,7 @@ class PagedKV(LayerKV, Protocol):
     """One layer's keys and values in pages."""
 
     @property
-    def pages(self) -> PagePair: ...
+    def pages(self) -> Pages: ...
 
 
 @dataclasses.dataclass
@@ -172,14 +172,14 @@ class MeshModel:
         hidden_BTD: jax.Array,
         positions_BT: jax.Array,
         pools: Pools,
-        view: Callable[[str, PagePair], "PagedKV"],
+        view: Callable[[str, Pages], PagedKV],
     ) -> tuple[jax.Array, Pools]:
         """All layers of this stage, each over its own pages.
 
-        `pools` holds local pages [P, Z, K, H]; `view(group, pages)` makes the layer's KV, whose
-        `pages` are taken back after the layer.
+        `pools` holds local pages; `view(group, pages)` makes the layer's KV, whose `pages` are
+        taken back after the layer.
         """
-        rope = model.rope(positions_BT)
+        tables = model.tables(positions_BT)
         slot_of = {
             slot: (group, index)
             for group, slots in group_slots(self.layout).items()
@@ -189,7 +189,7 @@ class MeshModel:
         for slot, layer in enumerate(model.layers):
             group, index = slot_of[slot]
             with jax.named_scope(f"slot_{slot}"):
-                hidden_BTD, kv = layer(hidden_BTD, rope, view(group, updated[group][index]))
+                hidden_BTD, kv = layer(hidden_BTD, tables, view(group, updated[group][index]))
             updated[group][index] = kv.pages
         return hidden_BTD, {group: tuple(pairs) for group, pairs in updated.items()}
 
