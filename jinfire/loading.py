@@ -4,20 +4,26 @@ import math
 import zlib
 
 import jax
+import ml_dtypes
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jinfire.checkpoints import TensorSource
+from jinfire.checkpoints.int4 import GROUP
 from jinfire.config import ModelConfig
 from jinfire.layout import PhysicalTensor, StageLayout
-from jinfire.models.spec import abstract_tree
+from jinfire.models.spec import ParamSpec, abstract_tree
 from jinfire.progress import progress
+
+# Root mean square of an even draw from -8 to 7.
+INT4_DEVIATION = math.sqrt(sum(value * value for value in range(-8, 8)) / 16)
 
 
 class RandomSource:
     """Random weights that depend on the seed and the tensor's name alone, on any layout.
 
-    Normal weights have standard deviation 1/sqrt(in); scales are one.
+    Normal weights have standard deviation 1/sqrt(in), 4-bit ones too; scales of norms are one.
+    Every expert of a stack is drawn on its own, so a part of a stack costs no more than itself.
     """
 
     def __init__(self, config: ModelConfig, seed: int = 0):
@@ -33,27 +39,54 @@ class RandomSource:
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         spec = self._tree[name]
-        if spec.init == "ones":
-            return np.ones(spec.shape, np.float32)[index]
-        generator = np.random.default_rng([self._seed, zlib.crc32(name.encode())])
-        values = generator.standard_normal(spec.shape, np.float32)
-        return (values / math.sqrt(spec.shape[-1]))[index]
+        key = [self._seed, zlib.crc32(name.encode())]
+        if len(spec.shape) < 3:
+            return _draw(np.random.default_rng(key), spec, spec.shape)[index]
+        experts, rest = range(spec.shape[0])[index[0]], index[1:]
+        if not experts:
+            return _draw(np.random.default_rng(key), spec, (0, *spec.shape[1:]))[:, *rest]
+        return np.stack(
+            [
+                _draw(np.random.default_rng([*key, expert]), spec, spec.shape[1:])[rest]
+                for expert in experts
+            ]
+        )
 
     def close(self) -> None:
         """Nothing to release."""
 
 
+def _draw(generator: np.random.Generator, spec: ParamSpec, shape: tuple[int, ...]) -> np.ndarray:
+    if spec.init == "ones":
+        return np.ones(shape, np.float32)
+    if spec.init == "words":  # of 4-bit values
+        return generator.integers(-(2**31), 2**31, shape, np.int32)
+    if spec.init == "scales":
+        columns = GROUP * spec.shape[-2]
+        deviation = INT4_DEVIATION * math.sqrt(columns)
+        return (generator.uniform(0.75, 1.25, shape) / deviation).astype(ml_dtypes.bfloat16)
+    values = generator.standard_normal(shape, np.float32)
+    # A router's bias moves its choices a little; scores of random tokens lie within 0.2 or so.
+    return values * np.float32(0.02) if len(shape) == 1 else values / math.sqrt(shape[-1])
+
+
 def load_params(
     source: TensorSource, layout: StageLayout, mesh: Mesh, dtype: np.dtype, desc: str = "weights"
 ) -> dict[str, jax.Array]:
-    """All device arrays of a layout.
+    """All device arrays of a layout, in `dtype` where the tensor has none of its own.
 
     Each device's part is read, cast and placed on its own, so the host holds no more than one
     tensor beyond what the source maps.
     """
     tensors = layout.tensors
+    specs = abstract_tree(layout.config)
+
+    def own_dtype(tensor: PhysicalTensor) -> np.dtype:
+        spec = specs[next(source for source in tensor.sources if source)]
+        return dtype if spec.dtype is None else jax.numpy.dtype(spec.dtype)
+
     return {
-        name: _place(source, layout, tensors[name], mesh, dtype)
+        name: _place(source, layout, tensors[name], mesh, own_dtype(tensors[name]))
         for name in progress(tensors, desc=f"load {desc}")
     }
 

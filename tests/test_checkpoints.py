@@ -17,8 +17,9 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from jinfire.checkpoints import load_tokenizer, open_checkpoint, restore, save
-from jinfire.checkpoints.source import BLOCK_BYTES, NameMap
-from jinfire.checkpoints.store import config_from_json, config_to_json
+from jinfire.checkpoints.config_json import config_from_json, config_to_json
+from jinfire.checkpoints.source import BLOCK_BYTES
+from jinfire.checkpoints.stored import stored_forms
 from jinfire.errors import CheckpointMismatch, UnsupportedConfig
 from jinfire.models import MODELS
 from jinfire.models.spec import abstract_tree
@@ -62,10 +63,11 @@ def test_golden_checkpoints_read_back_bit_for_bit(golden, case):
         stored |= load_file(path)
     source = open_checkpoint(golden(case))
     tree = abstract_tree(source.config)
-    names = NameMap(MODELS[source.config.family].tensor_names)
-    assert source.names() == tree.keys() == {names.logical(name) for name in stored}
+    forms = stored_forms(source.config, MODELS[source.config.family].tensor_names)
+    assert source.names() == tree.keys() == forms.keys()
+    assert {form.name for form in forms.values()} == stored.keys()
     for name, spec in tree.items():
-        expected = stored[names.native(name)]
+        expected = stored[forms[name].name]
         assert source.shape(name) == spec.shape == expected.shape
         read = source.read(name, ALL * len(spec.shape))
         assert read.dtype == expected.dtype
@@ -402,7 +404,10 @@ def test_config_survives_json(golden, case):
         ({"family": "gpt"}, "family"),
         ({"eos_ids": ["x"]}, "eos_ids"),
         ({"layers": {}}, "layers"),
-        ({"layers": [{"attention": "chunked", "mlp": "dense", "kv_group": "full"}]}, "chunked"),
+        ({"layers": [{"attention": "chunked", "mlp": "dense", "kv_group": "full"}]}, "chunk"),
+        ({"layers": [{"attention": "linear", "mlp": "dense", "kv_group": "full"}]}, "linear"),
+        ({"layers": [{"attention": "causal", "mlp": "dense", "kv_group": "far"}]}, "far"),
+        ({"layers": [{"attention": "causal", "mlp": "experts", "kv_group": "full"}]}, "experts"),
         ({"rope": None}, "RopeConfig"),
         ({"tie_embeddings": "yes"}, "tie_embeddings"),
         ({"norm_eps": 0}, "norm_eps"),

@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 from jinfire import Engine, Placement, SamplingParams
 from jinfire.checkpoints import open_checkpoint, restore, save
-from jinfire.checkpoints.source import NameMap
+from jinfire.checkpoints.stored import stored_forms
 from jinfire.layout import RULES, StageLayout
 from jinfire.loading import load_params
 from jinfire.models import MODELS
@@ -76,10 +76,9 @@ print(peak - before, resident)
 def large_checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("large")
     generator = np.random.default_rng(0)
-    names = NameMap(MODELS["llama"].tensor_names)
     tensors = {
-        names.native(name): generator.standard_normal(spec.shape, np.float32)
-        for name, spec in abstract_tree(LARGE).items()
+        form.name: generator.standard_normal(form.shape, np.float32)
+        for form in stored_forms(LARGE, MODELS["llama"].tensor_names).values()
     }
     save_file(tensors, folder / "model.safetensors")
     config = {

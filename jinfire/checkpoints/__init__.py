@@ -4,6 +4,7 @@ from pathlib import Path
 
 from jinfire.checkpoints.gguf import GGUFSource, read_metadata
 from jinfire.checkpoints.hugging_face import HuggingFaceSource
+from jinfire.checkpoints.hugging_face_writer import save_hugging_face, write_hugging_face
 from jinfire.checkpoints.source import Index, TensorSource
 from jinfire.checkpoints.store import CONFIG_NAME, Store, restore, save
 from jinfire.errors import CheckpointMismatch
@@ -19,6 +20,8 @@ __all__ = [
     "open_checkpoint",
     "restore",
     "save",
+    "save_hugging_face",
+    "write_hugging_face",
 ]
 
 GGUF_MAGIC = b"GGUF"

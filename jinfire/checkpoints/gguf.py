@@ -14,6 +14,7 @@ from jinfire.checkpoints.source import Index, NameMap, check_tensors, listing, n
 from jinfire.config import ModelConfig, RopeConfig
 from jinfire.errors import CheckpointMismatch, UnsupportedConfig
 from jinfire.models import MODELS, parse_config
+from jinfire.models.spec import abstract_tree
 
 ROPE_FACTORS = "rope_freqs.weight"
 
@@ -126,8 +127,10 @@ class GGUFSource:
                 self._entries[logical] = entry
             elif native != ROPE_FACTORS:
                 unexpected.append(native)
-        shapes = {name: entry.shape for name, entry in self._entries.items()}
-        check_tensors(str(path), self.config, shapes, unexpected, names.native)
+        native = names.native
+        expected = {native(name): spec.shape for name, spec in abstract_tree(self.config).items()}
+        shapes = {native(name): entry.shape for name, entry in self._entries.items()}
+        check_tensors(str(path), expected, shapes, unexpected, native("head.weight"))
         _check_types(path, self._entries, names)
 
     def names(self) -> set[str]:

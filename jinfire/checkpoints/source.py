@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from jinfire.config import ModelConfig
 from jinfire.errors import CheckpointMismatch
-from jinfire.models.spec import abstract_tree
+from jinfire.models.spec import ParamSpec
 
 Index = tuple[slice, ...]
 
@@ -18,6 +18,7 @@ MAX_JSON_BYTES = 512 * 2**20
 # Rows are copied in blocks of this many bytes, so that a read needs little beside its result.
 BLOCK_BYTES = 8 * 2**20
 MAX_NAMED = 20
+FLOATS = ("float32", "float16", "bfloat16")
 
 
 class TensorSource(Protocol):
@@ -71,29 +72,28 @@ def _translate(name: str, table: Mapping[str, str]) -> str | None:
 
 def check_tensors(
     where: str,
-    config: ModelConfig,
+    expected: Mapping[str, tuple[int, ...]],
     shapes: Mapping[str, tuple[int, ...]],
-    unexpected: Iterable[str],
-    native: Callable[[str], str],
+    unexpected: Iterable[str] = (),
+    head: str = "head.weight",
 ) -> None:
     """Comparison of a checkpoint's tensors with the model's.
 
-    `shapes` are by logical name, `unexpected` and the message in the format's own names.
+    All names are the format's own; `head` is that of the output matrix.
 
     Raises: CheckpointMismatch naming every tensor that is missing, extra or of another shape.
     """
-    expected = {name: spec.shape for name, spec in abstract_tree(config).items()}
-    extra = list(unexpected) + [native(n) for n in shapes if n not in expected]
-    missing = [native(n) for n in expected if n not in shapes]
+    extra = list(unexpected) + [name for name in shapes if name not in expected]
+    missing = [name for name in expected if name not in shapes]
     wrong = [
-        f"{native(n)} (expected {shape}, got {tuple(shapes[n])})"
-        for n, shape in expected.items()
-        if n in shapes and tuple(shapes[n]) != shape
+        f"{name} (expected {shape}, got {tuple(shapes[name])})"
+        for name, shape in expected.items()
+        if name in shapes and tuple(shapes[name]) != shape
     ]
     problems = []
     if missing:
         hint = ""
-        if "head.weight" in expected and "head.weight" not in shapes:
+        if head in missing:
             hint = " (embeddings are not tied, so the head must be stored)"
         problems.append(f"missing tensors: {listing(missing)}{hint}")
     if extra:
@@ -102,6 +102,32 @@ def check_tensors(
         problems.append(f"tensors of another shape: {listing(wrong)}")
     if problems:
         raise CheckpointMismatch(f"{where}: " + "; ".join(problems))
+
+
+def allowed_dtypes(spec: ParamSpec) -> tuple[str, ...]:
+    """What a tensor may be stored as: any float where a cast is meant, else its own dtype.
+
+    A narrow float widens exactly to a tensor that is always float32.
+    """
+    if spec.dtype in (None, "float32"):
+        return FLOATS
+    return (spec.dtype,)
+
+
+def check_dtypes(
+    where: str, expected: Mapping[str, tuple[str, ...]], dtypes: Mapping[str, str]
+) -> None:
+    """Refusal of every tensor that is stored as what it may not be.
+
+    Raises: CheckpointMismatch naming the tensors and what they are.
+    """
+    wrong = [name for name, allowed in expected.items() if dtypes[name] not in allowed]
+    if wrong:
+        allowed = sorted({", ".join(expected[name]) for name in wrong})
+        raise CheckpointMismatch(
+            f"{where}: expected dtypes {' or '.join(allowed)}, got "
+            + listing(f"{name} ({dtypes[name]})" for name in wrong)
+        )
 
 
 def listing(names: Iterable[str]) -> str:

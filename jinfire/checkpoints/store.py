@@ -4,7 +4,6 @@ Restoring goes straight to the target shardings, on whatever mesh. Nothing is pi
 """
 
 import contextlib
-import dataclasses
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -15,62 +14,24 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jinfire.checkpoints.source import Index, check_tensors, listing, normalise, read_json
-from jinfire.config import LayerSpec, ModelConfig, RopeConfig
-from jinfire.errors import CheckpointMismatch, UnsupportedConfig
-from jinfire.models import MODELS
-from jinfire.models.hf_fields import check_sizes
+from jinfire.checkpoints.config_json import config_from_json, config_to_json
+from jinfire.checkpoints.source import (
+    Index,
+    allowed_dtypes,
+    check_dtypes,
+    check_tensors,
+    listing,
+    normalise,
+    read_json,
+)
+from jinfire.config import ModelConfig
+from jinfire.errors import CheckpointMismatch
+from jinfire.models.spec import abstract_tree
 from jinfire.tokenizer import Tokenizer
 
 CONFIG_NAME = "jinfire.json"
 ARRAYS_NAME = "arrays"
 FORMAT = "jinfire checkpoint 1"
-DTYPES = ("float32", "bfloat16", "float16")
-
-
-def config_to_json(config: ModelConfig) -> dict[str, Any]:
-    """A model config as plain JSON values."""
-    fields = dataclasses.asdict(config)
-    return {**fields, "layers": list(fields["layers"]), "eos_ids": sorted(config.eos_ids)}
-
-
-def config_from_json(fields: Any) -> ModelConfig:
-    """The inverse of `config_to_json`.
-
-    Raises: UnsupportedConfig naming fields that are missing, unknown or of an impossible value.
-    """
-    fields = _fields(ModelConfig, fields)
-    layers, eos_ids = fields["layers"], fields["eos_ids"]
-    if not isinstance(layers, list) or not isinstance(eos_ids, list):
-        raise UnsupportedConfig("layers, eos_ids: expected lists")
-    fields["layers"] = tuple(LayerSpec(**_fields(LayerSpec, layer)) for layer in layers)
-    fields["rope"] = RopeConfig(**_fields(RopeConfig, fields["rope"]))
-    if not all(isinstance(token, int) for token in eos_ids):
-        raise UnsupportedConfig(f"eos_ids: expected integers, got {eos_ids!r}")
-    fields["eos_ids"] = frozenset(eos_ids)
-    for name, allowed in (
-        ("family", tuple(MODELS)),
-        ("tie_embeddings", (True, False)),
-        ("qk_norm", (True, False)),
-    ):
-        if fields[name] not in allowed:
-            raise UnsupportedConfig(f"{name}: expected one of {allowed}, got {fields[name]!r}")
-    for layer in fields["layers"]:
-        if layer != LayerSpec():
-            raise UnsupportedConfig(f"layers: expected {LayerSpec()}, got {layer}")
-    if fields["rope"].scaling not in (None, "llama3"):
-        raise UnsupportedConfig(f"rope.scaling: expected null or llama3, got {fields['rope']}")
-    config = ModelConfig(**fields)
-    check_sizes(config)
-    return config
-
-
-def _fields(cls: type, values: Any) -> dict[str, Any]:
-    names = {field.name for field in dataclasses.fields(cls)}
-    if not isinstance(values, dict) or values.keys() != names:
-        got = sorted(values) if isinstance(values, dict) else values
-        raise UnsupportedConfig(f"{cls.__name__}: expected fields {sorted(names)}, got {got}")
-    return dict(values)
 
 
 def save(
@@ -87,9 +48,11 @@ def save(
     folder holds a checkpoint already.
     """
     folder = Path(path).absolute()
-    check_tensors(
-        str(folder), config, {name: a.shape for name, a in arrays.items()}, (), lambda name: name
-    )
+    specs = abstract_tree(config)
+    where, expected = str(folder), {name: spec.shape for name, spec in specs.items()}
+    check_tensors(where, expected, {name: array.shape for name, array in arrays.items()})
+    allowed = {name: allowed_dtypes(spec) for name, spec in specs.items()}
+    check_dtypes(where, allowed, {name: array.dtype.name for name, array in arrays.items()})
     if (folder / CONFIG_NAME).exists() or (folder / ARRAYS_NAME).exists():
         raise ValueError(f"{folder}: expected a new folder, it holds a checkpoint already")
     folder.mkdir(parents=True, exist_ok=True)
@@ -109,7 +72,7 @@ def restore(
 ) -> dict[str, jax.Array]:
     """All arrays of a checkpoint, each on its sharding.
 
-    `dtype` None keeps what is stored.
+    `dtype` None keeps what is stored; another is that of all tensors that have none of their own.
 
     Raises: CheckpointMismatch naming arrays that do not fit, or that `shardings` lacks.
     """
@@ -119,9 +82,12 @@ def restore(
             f"{path}: shardings: missing {listing(source.names() - shardings.keys())}; "
             f"unexpected {listing(shardings.keys() - source.names())}"
         )
+    specs = abstract_tree(source.config)
     target = {
         name: jax.ShapeDtypeStruct(
-            source.shape(name), dtype or source.dtype(name), sharding=sharding
+            source.shape(name),
+            specs[name].dtype or dtype or source.dtype(name),
+            sharding=sharding,
         )
         for name, sharding in shardings.items()
     }
@@ -151,9 +117,10 @@ class Store:
             self._shapes = {name: tuple(m.shape) for name, m in metadata.tree.items()}
             self._dtypes = {name: np.dtype(m.dtype) for name, m in metadata.tree.items()}
         where = str(self.arrays_path)
-        check_tensors(where, self.config, self._shapes, (), lambda name: name)
-        if wrong := [n for n, dtype in self._dtypes.items() if dtype.name not in DTYPES]:
-            raise CheckpointMismatch(f"{where}: expected dtypes {DTYPES}, not so {listing(wrong)}")
+        specs = abstract_tree(self.config)
+        check_tensors(where, {name: spec.shape for name, spec in specs.items()}, self._shapes)
+        allowed = {name: allowed_dtypes(spec) for name, spec in specs.items()}
+        check_dtypes(where, allowed, {name: dtype.name for name, dtype in self._dtypes.items()})
 
     def names(self) -> set[str]:
         return set(self._shapes)

@@ -38,8 +38,9 @@ class Fused:
 class Packed:
     """One array of 4-bit experts: a tensor of each, `{e}` standing for the expert.
 
-    The order of words and scales becomes the device form (`pallas_kernels.pack_for_device`).
-    `suffix` is "weight_packed" or "weight_scale"; a "weight_shape" of each expert is checked.
+    The tensor's name is `prefix`.`suffix`, e.g. "...experts.{e}.gate_proj" and "weight_packed" or
+    "weight_scale"; a `prefix`.weight_shape of each expert is checked. The order of words and
+    scales becomes the device form (`pallas_kernels.pack_for_device`).
     """
 
     prefix: str
