@@ -23,6 +23,8 @@ KINDS = (
     *("routed_experts", "shared_experts", "norms"),
 )
 
+FULL, LOCAL = "full", "local"
+
 # 4-bit values in an int32 of a packed tensor.
 PER_WORD = 8
 
@@ -196,19 +198,24 @@ class Footprint:
 
     def kv_bytes(self, load: Workload) -> int:
         """Pools in which every row of the workload holds its whole context."""
-        return sum(self.row_kv_bytes(group, load) for group in self.config.kv_groups) * load.rows
+        return sum(
+            self.pool_pages(group, load) * load.page_size * self.kv_bytes_per_token[group]
+            for group in self.config.kv_groups
+        )
 
-    def row_kv_bytes(self, group: str, load: Workload) -> int:
+    def pool_pages(self, group: str, load: Workload) -> int:
+        """Pages of one group for all rows, the null page included."""
+        return load.rows * self.row_pages(group, load) + 1
+
+    def row_pages(self, group: str, load: Workload) -> int:
         """Pages of one row in one group."""
         pages = load.table_width
-        if group == "local":
-            pages = min(pages, self.ring_pages(load))
-        return pages * load.page_size * self.kv_bytes_per_token[group]
+        return min(pages, self.ring_pages(load)) if group == LOCAL else pages
 
     def ring_pages(self, load: Workload) -> int:
         """Pages in which a row keeps its attention chunk."""
         assert self.config.attention_chunk is not None
-        return pages_for(self.config.attention_chunk, load.page_size)
+        return pages_for(self.config.attention_chunk + load.chunk, load.page_size) + 1
 
     def kv_tokens(self, free_bytes: int, load: Workload) -> int:
         """Tokens that `free_bytes` of a device hold over all rows.
@@ -216,13 +223,18 @@ class Footprint:
         Layers that keep an attention chunk cost the same for every row however long it is; what
         is left for the others sets the number.
         """
-        local = sum(
-            self.row_kv_bytes(group, load) for group in self.config.kv_groups if group == "local"
+        page_bytes = {
+            group: size * load.page_size for group, size in self.kv_bytes_per_token.items()
+        }
+        fixed = sum(
+            self.pool_pages(group, load) * size
+            for group, size in page_bytes.items()
+            if group != FULL
         )
-        per_page = self.kv_bytes_per_token.get("full", 0) * load.page_size
-        if per_page == 0:  # nothing grows with the context
-            return load.rows * load.context if load.rows * local <= free_bytes else 0
-        return max(0, (free_bytes - load.rows * local) // per_page) * load.page_size
+        if page_bytes.get(FULL, 0) == 0:  # nothing grows with the context
+            return load.rows * load.context if fixed <= free_bytes else 0
+        pages = (free_bytes - fixed) // page_bytes[FULL] - 1  # less the null page
+        return max(0, pages) * load.page_size
 
     # -- activations
 
