@@ -10,10 +10,10 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 
-from jinfire.config import LayerSpec, ModelConfig
-from jinfire.kvcache.page_table import pages_for
+from jinfire.config import EngineConfig, LayerSpec, ModelConfig
+from jinfire.kvcache.page_set import FULL, kv_groups
 from jinfire.layout import RULES, StageLayout
-from jinfire.models.spec import ParamSpec, skeleton
+from jinfire.models.spec import INT4_IN_A_WORD, ParamSpec, skeleton
 from jinfire.programs.decode import decode_microbatches
 from jinfire.weights import parse_dtype
 
@@ -22,11 +22,6 @@ KINDS = (
     *("embedding", "attention", "dense_mlp", "router"),
     *("routed_experts", "shared_experts", "norms"),
 )
-
-FULL, LOCAL = "full", "local"
-
-# 4-bit values in an int32 of a packed tensor.
-PER_WORD = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +48,15 @@ class Workload:
                 )
 
     @property
-    def table_width(self) -> int:
-        return pages_for(self.context, self.page_size)
+    def engine(self) -> EngineConfig:
+        """An engine that runs exactly this."""
+        return EngineConfig(
+            page_size=self.page_size,
+            max_rows=self.rows,
+            max_context=self.context,
+            prefill_shapes=((self.prefill_rows, self.chunk),),
+            decode_steps=self.steps,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +80,7 @@ class Tensor:
     def values(self) -> float:
         """Parameters in a stored element."""
         if self.name.endswith(".packed"):
-            return PER_WORD
+            return INT4_IN_A_WORD
         # Of 4-bit experts: what their values are multiplied by, and no parameters.
         return 0 if ".experts." in self.name and self.name.endswith(".scale") else 1
 
@@ -196,26 +198,16 @@ class Footprint:
         slots = collections.Counter(spec.kv_group for spec in self.layout.slot_specs)
         return {group: slots[group] * self.layer_kv_bytes for group in self.config.kv_groups}
 
+    def pool_pages(self, load: Workload) -> dict[str, int]:
+        """Pages of each group for all rows, null pages included, as an engine makes its pools."""
+        return {group.name: group.pool_pages for group in kv_groups(self.config, load.engine)}
+
     def kv_bytes(self, load: Workload) -> int:
         """Pools in which every row of the workload holds its whole context."""
         return sum(
-            self.pool_pages(group, load) * load.page_size * self.kv_bytes_per_token[group]
-            for group in self.config.kv_groups
+            pages * load.page_size * self.kv_bytes_per_token[group]
+            for group, pages in self.pool_pages(load).items()
         )
-
-    def pool_pages(self, group: str, load: Workload) -> int:
-        """Pages of one group for all rows, the null page included."""
-        return load.rows * self.row_pages(group, load) + 1
-
-    def row_pages(self, group: str, load: Workload) -> int:
-        """Pages of one row in one group."""
-        pages = load.table_width
-        return min(pages, self.ring_pages(load)) if group == LOCAL else pages
-
-    def ring_pages(self, load: Workload) -> int:
-        """Pages in which a row keeps its attention chunk."""
-        assert self.config.attention_chunk is not None
-        return pages_for(self.config.attention_chunk + load.chunk, load.page_size) + 1
 
     def kv_tokens(self, free_bytes: int, load: Workload) -> int:
         """Tokens that `free_bytes` of a device hold over all rows.
@@ -226,15 +218,12 @@ class Footprint:
         page_bytes = {
             group: size * load.page_size for group, size in self.kv_bytes_per_token.items()
         }
-        fixed = sum(
-            self.pool_pages(group, load) * size
-            for group, size in page_bytes.items()
-            if group != FULL
-        )
-        if page_bytes.get(FULL, 0) == 0:  # nothing grows with the context
+        pages = self.pool_pages(load)
+        fixed = sum(pages[group] * size for group, size in page_bytes.items() if group != FULL)
+        if FULL not in pages:  # nothing grows with the context
             return load.rows * load.context if fixed <= free_bytes else 0
-        pages = (free_bytes - fixed) // page_bytes[FULL] - 1  # less the null page
-        return max(0, pages) * load.page_size
+        left = (free_bytes - fixed) // page_bytes[FULL] - 1  # less the null page
+        return max(0, left) * load.page_size
 
     # -- activations
 

@@ -38,10 +38,7 @@ def verified(found: Fitting, show_progress: bool = False) -> Fitting:
         "target": found.gpu.target,
         "dtype": found.footprint.dtype,
         "load": dataclasses.asdict(found.load),
-        "num_pages": {
-            group: found.footprint.pool_pages(group, found.load)
-            for group in found.footprint.config.kv_groups
-        },
+        "num_pages": found.footprint.pool_pages(found.load),
     }
     text = run_python(
         *("-m", "jinfire.planner.verify", json.dumps(document)), show_progress=show_progress
@@ -60,7 +57,7 @@ def compile_steps(document: dict[str, Any]) -> Compiled:
         Sizes(
             num_pages=document["num_pages"],
             page_size=load.page_size,
-            table_width=load.table_width,
+            table_width=load.engine.table_width,
             rows=load.rows,
             steps=load.steps,
             prefill_rows=load.prefill_rows,
