@@ -26,6 +26,9 @@ from sharding import (
     stage_counts,
 )
 
+# Values of a 4-bit expert that share a scale, and stay together.
+INT4_IN_A_SCALE = 32
+
 # Whole experts are split over the expert axis and their insides over tensor; everything else is
 # split over both together, as if all devices of a stage were one tensor axis.
 RULES = {
@@ -76,7 +79,8 @@ class StageLayout:
             widths["shared_width"] = experts.shared_width
         check_tensor(config.num_heads, config.cached_heads, spec.tensor, spec.expert, **widths)
         if experts is not None:
-            check_experts(experts.count, experts.width, spec.expert, spec.tensor)
+            unit = INT4_IN_A_SCALE if experts.int4 else 1
+            check_experts(experts.count, spec.expert, experts.width, spec.tensor, unit)
         elif spec.expert > 1:
             raise ValueError(
                 f"expert axis: expected 1 for the dense model family {config.family!r}, "

@@ -1,5 +1,6 @@
 """Meshes, logical-axis rules, pipeline schedules and transfers between meshes."""
 
+from sharding.expert import exchange, gather_tokens, own_tokens
 from sharding.mesh import (
     AXES,
     DATA,
@@ -33,7 +34,10 @@ __all__ = [
     "TransferPlan",
     "check_experts",
     "check_tensor",
+    "exchange",
+    "gather_tokens",
     "make_mesh",
+    "own_tokens",
     "partition_spec",
     "replicate",
     "split_devices",

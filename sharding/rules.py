@@ -73,17 +73,28 @@ def check_tensor(
         )
 
 
-def check_experts(count: int, width: int, expert: int, tensor: int) -> None:
-    """Check that whole experts can be split over `expert` devices, their width over `tensor`.
+def check_experts(
+    count: int, expert: int, expert_mlp_width: int, tensor: int, unit: int = 1
+) -> None:
+    """Check that whole experts can be split over `expert` devices, and their insides over `tensor`.
 
-    Raises: ValueError that lists the sizes that divide.
+    `unit` columns of an expert stay together: those that share a scale.
+    Raises: ValueError that lists the valid sizes of the axis.
     """
-    for axis, size, what, extent in (
-        ("expert", expert, "experts", count),
-        ("tensor", tensor, "values of an expert's width", width),
-    ):
-        if extent % size:
-            valid = ", ".join(str(n) for n in range(1, extent + 1) if extent % n == 0)
-            raise ValueError(
-                f"{extent} {what} cannot be split over {axis}={size}; valid sizes: {valid}"
-            )
+    if count % expert:
+        raise ValueError(
+            f"{count} experts cannot be split over expert={expert}; valid sizes: {_divisors(count)}"
+        )
+    units, rest = divmod(expert_mlp_width, unit)
+    if rest:
+        raise ValueError(f"expert MLP width: expected a multiple of {unit}, got {expert_mlp_width}")
+    if units % tensor:
+        whole = f" in units of {unit}" if unit > 1 else ""
+        raise ValueError(
+            f"expert MLP width {expert_mlp_width}{whole} cannot be split over tensor={tensor}; "
+            f"valid sizes: {_divisors(units)}"
+        )
+
+
+def _divisors(extent: int) -> str:
+    return ", ".join(str(size) for size in range(1, extent + 1) if extent % size == 0)

@@ -18,11 +18,11 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors", "checks"),
     ("request", "config", "weights", "progress", "template"),
     ("tokenizer", "metrics", "fetch", "text", "packing", "kvcache.page_table"),
-    ("kvcache.page_set", "layers.linear", "layers.rope"),
+    ("kvcache.page_set", "layers.linear", "layers.rope", "layers.routing"),
     ("sequence",),
     ("layers.norm", "layers.mlp"),
     ("layers.attention",),
-    ("layers.mla",),
+    ("layers.mla", "layers.moe"),
     ("models.transformer", "models.hf_fields", "models.presets"),
     ("models.spec", "models.family", "models.hf_quantization"),
     (

@@ -44,7 +44,11 @@ class RowParallelLinear(Linear):
     """Product with a weight whose in axis is sharded over the model axes, summed over them."""
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return jax.lax.psum(super().__call__(x), MODEL_AXES)
+        return jax.lax.psum(self.partial(x), MODEL_AXES)
+
+    def partial(self, x: jax.Array) -> jax.Array:
+        """This device's term of the sum."""
+        return super().__call__(x)
 
 
 class Embedding(nnx.Module):

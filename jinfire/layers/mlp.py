@@ -16,4 +16,11 @@ class GatedMLP(nnx.Module):
         self.down = RowParallelLinear(width, mlp_width, ("embed", "mlp"), dtype)
 
     def __call__(self, hidden_BTD: jax.Array) -> jax.Array:
-        return self.down(jax.nn.silu(self.gate(hidden_BTD)) * self.up(hidden_BTD))
+        return self.down(self._inner(hidden_BTD))
+
+    def partial(self, hidden_BTD: jax.Array) -> jax.Array:
+        """This device's term of the sum over the model axes, for a caller that adds its own."""
+        return self.down.partial(self._inner(hidden_BTD))
+
+    def _inner(self, hidden_BTD: jax.Array) -> jax.Array:
+        return jax.nn.silu(self.gate(hidden_BTD)) * self.up(hidden_BTD)

@@ -9,6 +9,7 @@ from jinfire.layers.attention import Attention, LayerKV
 from jinfire.layers.linear import Embedding, head_logits, param
 from jinfire.layers.mla import LatentAttention
 from jinfire.layers.mlp import GatedMLP
+from jinfire.layers.moe import MoE
 from jinfire.layers.norm import RMSNorm
 from jinfire.layers.rope import PositionTables, query_temperature, rope_tables
 
@@ -18,7 +19,10 @@ ATTENTION = {
     "unrotated": lambda config, dtype: Attention(config, dtype, rotated=False),
     "latent": LatentAttention,
 }
-MLP = {"dense": lambda config, dtype: GatedMLP(config.width, config.mlp_width, dtype)}
+MLP = {
+    "dense": lambda config, dtype: GatedMLP(config.width, config.mlp_width, dtype),
+    "experts": MoE,
+}
 
 
 class DecoderLayer(nnx.Module):
