@@ -10,6 +10,8 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 
+import jax.numpy as jnp
+
 from jinfire.config import EngineConfig, LayerSpec, ModelConfig
 from jinfire.kvcache.page_set import FULL, kv_groups
 from jinfire.layout import RULES, StageLayout
@@ -89,7 +91,7 @@ class Tensor:
         return len(self.spec.shape) > 1
 
     def itemsize(self, dtype: str) -> int:
-        return parse_dtype(self.spec.dtype or dtype).itemsize
+        return jnp.dtype(self.spec.dtype or dtype).itemsize
 
 
 def weight_kind(name: str) -> str:
