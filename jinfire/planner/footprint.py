@@ -242,9 +242,6 @@ class Footprint:
         rows = microbatch_rows(self.layout.mesh_spec.pipeline, load.rows)
         return self._layer_temp(rows) + self._sampling_temp(rows)
 
-    def temp(self, load: Workload) -> int:
-        return max(self.prefill_temp(load), self.decode_temp(load))
-
     def _layer_temp(self, tokens: int) -> int:
         """The residual stream with what a layer makes of it, at the widest layer."""
         config, shards = self.config, self.layout.shards

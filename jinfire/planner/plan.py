@@ -1,234 +1,141 @@
-"""The layouts of a number of GPUs: which fit, what they hold, how fast they could be."""
+"""A plan by the names of things, and as a document."""
 
 import dataclasses
-from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
-from jinfire.config import Layout, ModelConfig, Placement
-from jinfire.layout import StageLayout
-from jinfire.planner.footprint import Footprint, Workload
-from jinfire.planner.gpus import GIB, GPU, parse_gpus
-from jinfire.planner.roofline import PhaseTime, decode_time, prefill_time
-from sharding import MeshSpec
-
-# Layouts of more GPUs are not searched for the least number; links between servers are slower
-# than those that times are predicted for.
-MAX_GPUS = 64
-
-
-@dataclasses.dataclass(frozen=True)
-class Compiled:
-    """What the compiler says of the whole steps; bytes of one device.
-
-    `weights` are the arguments less the pages; `temp` the larger of the two steps.
-    """
-
-    weights_bytes: int
-    prefill_temp_bytes: int
-    decode_temp_bytes: int
-    prefill_s: float
-    decode_s: float
-    host_bytes: int
-    kernels: dict[str, int]
-
-    @property
-    def temp_bytes(self) -> int:
-        return max(self.prefill_temp_bytes, self.decode_temp_bytes)
+from jinfire.checkpoints import open_checkpoint
+from jinfire.checkpoints.source import read_json
+from jinfire.config import Layout, ModelConfig
+from jinfire.models import parse_config
+from jinfire.models.presets import PRESETS, preset
+from jinfire.planner.footprint import Workload
+from jinfire.planner.gpus import WORKSPACE_BYTES
+from jinfire.planner.layouts import Candidate, Fitting, Plan, plan_model
+from jinfire.planner.roofline import PhaseTime
+from jinfire.planner.verify import verified
 
 
-@dataclasses.dataclass(frozen=True)
-class Fitting:
-    """A layout that the model can be split over, and its memory per device."""
-
-    footprint: Footprint
-    gpu: GPU
-    load: Workload
-    compiled: Compiled | None = None
-
-    @property
-    def mesh_spec(self) -> MeshSpec:
-        return self.footprint.layout.mesh_spec
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """(pipeline, tensor, expert), as `Placement` takes it."""
-        return layout_of(self.mesh_spec)
-
-    @property
-    def source(self) -> str:
-        """Where weights and temp come from."""
-        return "compiled" if self.compiled else "analytic"
-
-    @property
-    def weights_bytes(self) -> int:
-        if self.compiled:
-            return self.compiled.weights_bytes
-        return sum(self.footprint.weights.values())
-
-    @property
-    def temp_bytes(self) -> int:
-        return self.compiled.temp_bytes if self.compiled else self.footprint.temp(self.load)
-
-    @property
-    def kv_bytes(self) -> int:
-        """Pools for every row's whole context."""
-        return self.footprint.kv_bytes(self.load)
-
-    @property
-    def total_bytes(self) -> int:
-        return self.weights_bytes + self.kv_bytes + self.temp_bytes
-
-    @property
-    def device_kv_bytes_left(self) -> int:
-        """What weights and activations leave for pages on one device; below 0 they do not fit."""
-        return self.gpu.usable_bytes - self.weights_bytes - self.temp_bytes
-
-    @property
-    def kv_bytes_left(self) -> int:
-        """The same over all devices of the layout."""
-        return self.device_kv_bytes_left * self.mesh_spec.size
-
-    @property
-    def kv_tokens_left(self) -> int:
-        """Tokens of all rows that those pages hold."""
-        return self.footprint.kv_tokens(self.device_kv_bytes_left, self.load)
-
-    @property
-    def fits(self) -> bool:
-        return self.total_bytes <= self.gpu.usable_bytes
-
-    @property
-    def prefill(self) -> PhaseTime:
-        return prefill_time(self.footprint, self.gpu, self.load)
-
-    @property
-    def decode(self) -> PhaseTime:
-        return decode_time(self.footprint, self.gpu, self.load)
-
-    @property
-    def refusal(self) -> str | None:
-        """Why the layout does not fit, None where it does."""
-        if self.fits:
-            return None
-        weights, kv, temp = (
-            f"{size / GIB:.1f}" for size in (self.weights_bytes, self.kv_bytes, self.temp_bytes)
-        )
-        return (
-            f"needs {self.total_bytes / GIB:.1f} GiB a device (weights {weights}, KV of "
-            f"{self.load.rows} x {self.load.context} tokens {kv}, temp {temp}), "
-            f"{self.gpu.name} has {self.gpu.usable_bytes / GIB:.1f}"
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class Refused:
-    """A layout over which the model cannot be split, and why."""
-
-    shape: tuple[int, int, int]
-    refusal: str
-
-
-Candidate = Fitting | Refused
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What a model needs on a number of GPUs.
-
-    `chosen` is the asked layout, else the fastest at decode that fits, else the one that needs the
-    least memory; None where the model cannot be split over so many GPUs at all.
-    """
-
-    config: ModelConfig
-    gpu: GPU
-    num_gpus: int
-    load: Workload
-    dtype: str
-    candidates: tuple[Candidate, ...]
-    chosen: Fitting | None
-    min_gpus: int | None
-
-    @property
-    def fits(self) -> bool:
-        return self.chosen is not None and self.chosen.fits
-
-
-def plan_model(
-    config: ModelConfig,
+def plan(
+    model: str | Path | ModelConfig,
     gpus: str,
     *,
     layout: Layout | None = None,
-    load: Workload | None = None,
     dtype: str = "bfloat16",
+    verify: bool = False,
+    show_progress: bool = False,
+    **load: int,
 ) -> Plan:
-    """The plan of a model on `gpus`, e.g. "8xH100".
+    """What a model needs on `gpus`, e.g. "8xH100"; `load` are fields of `Workload`.
 
-    `layout` is (pipeline, tensor) or (pipeline, tensor, expert); None compares all.
-    Raises: ValueError for an unknown GPU, or a layout of another number of GPUs.
+    `model` is a preset's name, a `config.json`, a checkpoint or a config; weights are not read.
+    `layout` is (pipeline, tensor) or (pipeline, tensor, expert); None compares all. With `verify`
+    the steps of the chosen layout are compiled at full size and say what weights and activations
+    take.
+    Raises: ValueError for what is not known or does not go together; UnsupportedConfig;
+    ToolchainMissing where `verify` finds no compiler.
     """
-    gpu, count = parse_gpus(gpus)
-    load = load or Workload()
-    if layout is None:
-        specs = list(mesh_specs(count))
-    else:
-        specs = [Placement.colocated(layout).prefill]
-        if specs[0].size != count:
-            raise ValueError(
-                f"layout {specs[0]}: expected one of {count} devices, got {specs[0].size}"
-            )
-    candidates = tuple(_candidate(config, spec, gpu, load, dtype) for spec in specs)
-    return Plan(
-        config,
-        gpu,
-        count,
-        load,
-        dtype,
-        candidates,
-        choose(candidates),
-        _least(config, gpu, load, dtype),
-    )
+    config = model if isinstance(model, ModelConfig) else read_config(model)
+    found = plan_model(config, gpus, layout=layout, load=Workload(**load), dtype=dtype)
+    if not verify or found.chosen is None:
+        return found
+    compiled = verified(found.chosen, show_progress)
+    candidates = tuple(compiled if each is found.chosen else each for each in found.candidates)
+    return dataclasses.replace(found, chosen=compiled, candidates=candidates)
 
 
-def mesh_specs(count: int) -> Iterator[MeshSpec]:
-    """Every layout of so many devices; less pipeline and less expert first."""
-    for pipeline in _divisors(count):
-        for expert in _divisors(count // pipeline):
-            tensor = count // pipeline // expert
-            yield MeshSpec(pipeline=pipeline, expert=expert, tensor=tensor)
+def read_config(model: str | Path) -> ModelConfig:
+    """The config that a name, a file or a folder describes.
+
+    Raises: ValueError listing the names; UnsupportedConfig, CheckpointMismatch.
+    """
+    if str(model) in PRESETS:
+        return parse_config(preset(str(model)))
+    path = Path(model).expanduser()
+    if not path.exists():
+        raise ValueError(
+            f"model: expected a checkpoint, a config.json or one of {', '.join(sorted(PRESETS))}, "
+            f"got {str(model)!r}"
+        )
+    file = path / "config.json" if path.is_dir() else path
+    if file.suffix != ".json" or not file.exists():
+        source = open_checkpoint(path)
+        source.close()
+        return source.config
+    generation = file.with_name("generation_config.json")
+    return parse_config(read_json(file), read_json(generation) if generation.exists() else None)
 
 
-def choose(candidates: tuple[Candidate, ...]) -> Fitting | None:
-    """The fastest at decode of those that fit, else the one that needs the least memory."""
-    possible = [candidate for candidate in candidates if isinstance(candidate, Fitting)]
-    fitting = [candidate for candidate in possible if candidate.fits]
-    if fitting:
-        return min(fitting, key=lambda found: found.decode.total_s)
-    return min(possible, key=lambda found: found.total_bytes, default=None)
+def plan_json(found: Plan) -> dict[str, Any]:
+    """The plan as JSON values. Bytes are of one device where a key does not say otherwise.
+
+    `bytes_per_device.kv` are the pools that the workload asks for; `kv_bytes_left` is what weights
+    and activations leave for pages on all devices together, those pools included.
+    """
+    chosen = found.chosen
+    document: dict[str, Any] = {
+        "fits": found.fits,
+        "min_gpus": found.min_gpus,
+        "layout": None,
+        "bytes_per_device": None,
+        "kv_bytes_left": 0,
+        "kv_tokens_left": 0,
+        "source": "analytic",
+    }
+    if chosen is not None:
+        footprint = chosen.footprint
+        document |= {
+            **_memory_json(chosen),
+            "weights_by_kind": footprint.weights,
+            "temp_by_phase": {
+                "prefill": chosen.prefill_temp_bytes,
+                "decode": chosen.decode_temp_bytes,
+            },
+            "kv_bytes_per_token": footprint.kv_bytes_per_token,
+            "parameters": sum(footprint.parameters.values()),
+            "parameters_by_kind": footprint.parameters,
+            "model_bytes": sum(footprint.model_bytes.values()),
+            "prefill": _time_json(chosen.prefill),
+            "decode": _time_json(chosen.decode),
+            "compiled": chosen.compiled,
+        }
+    document |= {
+        "gpu": {"count": found.num_gpus, **dataclasses.asdict(found.gpu), "kind": "cited"},
+        "usable_bytes": found.gpu.usable_bytes,
+        "workspace_bytes": WORKSPACE_BYTES,
+        "dtype": found.dtype,
+        "workload": found.load,
+        "layouts": [_candidate_json(candidate) for candidate in found.candidates],
+    }
+    return document
 
 
-def layout_of(spec: MeshSpec) -> tuple[int, int, int]:
-    """(pipeline, tensor, expert) of a mesh."""
-    return (spec.pipeline, spec.tensor, spec.expert)
+def _memory_json(found: Fitting) -> dict[str, Any]:
+    return {
+        "layout": found.shape,
+        "bytes_per_device": {
+            "weights": found.weights_bytes,
+            "kv": found.kv_bytes,
+            "temp": found.temp_bytes,
+            "total": found.total_bytes,
+        },
+        "kv_bytes_left": found.kv_bytes_left,
+        "kv_tokens_left": found.kv_tokens_left,
+        "source": found.source,
+    }
 
 
-def _candidate(
-    config: ModelConfig, spec: MeshSpec, gpu: GPU, load: Workload, dtype: str
-) -> Candidate:
-    try:
-        layout = StageLayout(config, spec)
-    except ValueError as error:
-        return Refused(layout_of(spec), str(error))
-    return Fitting(Footprint(layout, dtype), gpu, load)
+def _candidate_json(candidate: Candidate) -> dict[str, Any]:
+    if not isinstance(candidate, Fitting):
+        return {"layout": candidate.shape, "fits": False, "refusal": candidate.refusal}
+    return {
+        **_memory_json(candidate),
+        "fits": candidate.fits,
+        "refusal": candidate.refusal,
+        "prefill_s": candidate.prefill.total_s,
+        "decode_s": candidate.decode.total_s,
+    }
 
 
-def _least(config: ModelConfig, gpu: GPU, load: Workload, dtype: str) -> int | None:
-    """The smallest number of GPUs of which some layout fits."""
-    for count in range(1, MAX_GPUS + 1):
-        for spec in mesh_specs(count):
-            candidate = _candidate(config, spec, gpu, load, dtype)
-            if isinstance(candidate, Fitting) and candidate.fits:
-                return count
-    return None
-
-
-def _divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]
+def _time_json(time: PhaseTime) -> dict[str, Any]:
+    return {**dataclasses.asdict(time), "bound": time.bound}
