@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 from jinfire.checkpoints.config_json import config_to_json
+from jinfire.planner.gpus import GPUS
 from jinfire.planner.layouts import Compiled, Fitting
 from pallas_kernels import run_python
 
@@ -13,8 +14,10 @@ def verified(found: Fitting, show_progress: bool = False) -> Fitting:
 
     Raises: ValueError for a GPU that nothing is compiled for; ToolchainMissing.
     """
+    name = found.gpu.name
     if found.gpu.target is None:
-        raise ValueError(f"verify: expected a Hopper GPU, got {found.gpu.name}: nothing compiles")
+        kinds = ", ".join(gpu.name for gpu in GPUS.values() if gpu.target)
+        raise ValueError(f"verify: expected one of {kinds}, for which kernels compile, got {name}")
     document = {
         "config": config_to_json(found.footprint.config),
         "mesh": dataclasses.asdict(found.mesh_spec),
