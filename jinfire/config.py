@@ -212,7 +212,8 @@ class EngineConfig:
     """How the engine batches, pages and dispatches.
 
     Units: `max_context` and the buckets are tokens, `num_pages` pages per pool (page 0, the null
-    page, included). `num_pages=None` sizes each pool for `max_rows` requests of `max_context`.
+    page, included). `num_pages=None` sizes each pool for `max_rows` requests of `max_context`; the
+    pool of a local KV group is never larger than `max_rows` rings, with or without `num_pages`.
     `prefill_shapes` are (rows, chunk) of one microbatch, tried smallest first; a prompt longer
     than the largest chunk is prefilled in several. `row_buckets` and `context_buckets` bound the
     number of compiled programs; a bucket above the maximum is dropped, the maximum added.

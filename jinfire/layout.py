@@ -26,9 +26,6 @@ from sharding import (
     stage_counts,
 )
 
-# Values of a 4-bit expert that share a scale, and stay together.
-INT4_IN_A_SCALE = 32
-
 # Whole experts are split over the expert axis and their insides over tensor; everything else is
 # split over both together, as if all devices of a stage were one tensor axis.
 RULES = {
@@ -42,6 +39,10 @@ RULES = {
     "embed": None,
     "norm": None,
 }
+
+
+INT4_GROUP = 32
+"""Columns of an int4 weight that share a scale, and stay together."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +80,7 @@ class StageLayout:
             widths["shared_width"] = experts.shared_width
         check_tensor(config.num_heads, config.cached_heads, spec.tensor, spec.expert, **widths)
         if experts is not None:
-            unit = INT4_IN_A_SCALE if experts.int4 else 1
+            unit = INT4_GROUP if experts.int4 else 1
             check_experts(experts.count, spec.expert, experts.width, spec.tensor, unit)
         elif spec.expert > 1:
             raise ValueError(

@@ -60,6 +60,7 @@ class Runner:
         groups = split_devices(specs, devices)
         for spec in specs:  # an impossible one is refused before any weight is read
             StageLayout(source.config, spec)
+        self._groups = kv_groups(source.config, config)
         names = ["weights"] if len(specs) == 1 else ["prefill weights", "decode weights"]
         models = [
             MeshModel.load(source, spec, group, dtype, self.log, name)
@@ -67,7 +68,6 @@ class Runner:
         ]
         self.prefill_model, self.decode_model = models[0], models[-1]
         self._models = models
-        self._groups = kv_groups(source.config, config)
         self._dtype = dtype
         self.reset()
         self._prefill = prefill_program(self.prefill_model)

@@ -219,45 +219,34 @@ class Scheduler:
         A row that is installed in this plan never needs any: its first dispatch was reserved.
         """
         size, steps, pools = self.config.page_size, self.config.decode_steps, self.decode_pools
-        wants: dict[Sequence, int] = {}
+        wants: dict[HeldPages, int] = {}
         for sequence in self._running.values():
             columns = pages_for(min(sequence.kv_bound + steps, sequence.kv_limit), size)
             if columns > sequence.decode_pages.columns:
-                wants[sequence] = columns
+                wants[sequence.decode_pages] = columns
         preempted: list[Sequence] = []
+        grants: Grants = {}
         if not wants:
-            return {}, preempted
-        if not self._can_grow(wants):
+            return grants, preempted
+        if not pools.can_grow(wants):
             victims = sorted(self._running.values(), key=lambda sequence: sequence.arrival)
-            while not self._can_grow(wants):
+            while not pools.can_grow(wants):
                 victim = victims.pop()
-                wants.pop(victim, None)
+                wants.pop(victim.decode_pages, None)
                 self._preempt(victim)
                 preempted.append(victim)
-        grants: Grants = {group.name: [] for group in pools.groups}
+        grants = {group.name: [] for group in pools.groups}
         for row, sequence in self._running.items():
-            columns = wants.get(sequence)
+            held = sequence.decode_pages
+            columns = wants.get(held)
             if columns is None:
                 continue
-            held = sequence.decode_pages
             first = held.columns
             pools.grow(held, columns)
             for group, granted in grants.items():
                 pages = held.table(group, first, columns)
                 granted += [(row, first + i, page) for i, page in enumerate(pages)]
         return grants, preempted
-
-    def _can_grow(self, wants: dict[Sequence, int]) -> bool:
-        """Whether every sequence can have pages for that many columns."""
-        pools = self.decode_pools
-        demands = [
-            pools.demand(columns, sequence.decode_pages.columns)
-            for sequence, columns in wants.items()
-        ]
-        return all(
-            sum(counts) <= free
-            for counts, free in zip(zip(*demands, strict=True), pools.free, strict=False)
-        )
 
     def _preempt(self, sequence: Sequence) -> None:
         self._vacate(sequence, reusable=True, row_stopped=False)

@@ -74,8 +74,8 @@ def _attend_row(
         # Slots behind the row's end may hold NaN, and 0 x NaN is NaN.
         latents_SD = jnp.where(filled_S[:, None], latents_SD, 0)
         expanded_NSU = jnp.einsum(
-            "NUC,SC->NSU", up_NUC, latents_SD[:, :C], preferred_element_type=jnp.float32
-        ).astype(dtype)
+            "NUC,SC->NSU", up_NUC, latents_SD[:, :C], preferred_element_type=dtype
+        )
         key_NSU, value_NSV = jnp.split(expanded_NSU, [plain_dim], axis=-1)
         scores = jnp.einsum(
             "NTU,NSU->NTS", plain_NTU, key_NSU, preferred_element_type=jnp.float32

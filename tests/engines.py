@@ -6,6 +6,7 @@ import string
 from collections.abc import Iterator, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from helpers import tiny_config
 
@@ -145,10 +146,14 @@ def unowned_pages(pool: PagePool) -> list[int]:
 
 def fill_nan(slots, pages: Sequence[int]):
     """The arrays of one KV group with NaN in some pages."""
-    where = np.array(pages, np.int32)
-    return jax.tree.map(
-        lambda leaf: jax.device_put(leaf.at[:, where].set(np.nan), leaf.sharding), slots
-    )
+    mask_P = np.zeros(jax.tree.leaves(slots)[0].shape[1], np.bool_)
+    mask_P[list(pages)] = True
+    return jax.tree.map(lambda leaf: jax.device_put(_with_nan(leaf, mask_P), leaf.sharding), slots)
+
+
+@jax.jit
+def _with_nan(leaf: jax.Array, mask_P: jax.Array) -> jax.Array:
+    return jnp.where(mask_P[None, :, None, None, None], jnp.full((), jnp.nan, leaf.dtype), leaf)
 
 
 def poison(engine: Engine) -> None:

@@ -15,8 +15,10 @@ from jinfire.request import RequestOutput
 LLAMA3_ROPE = RopeConfig(10_000.0, "llama3", 8.0, 1.0, 4.0, 24)
 
 
-def tiny_config(layers: int = 5, **changes) -> ModelConfig:
+def tiny_config(layers: int | tuple[LayerSpec, ...] = 5, **changes) -> ModelConfig:
     """A Llama small enough to compile in seconds; 8 query and 2 kv heads."""
+    if isinstance(layers, int):
+        layers = (LayerSpec(),) * layers
     base = ModelConfig(
         family="llama",
         vocab_size=61,
@@ -25,7 +27,7 @@ def tiny_config(layers: int = 5, **changes) -> ModelConfig:
         num_heads=8,
         num_kv_heads=2,
         head_dim=8,
-        layers=(LayerSpec(),) * layers,
+        layers=layers,
         norm_eps=1e-5,
         rope=LLAMA3_ROPE,
         tie_embeddings=False,
@@ -161,10 +163,23 @@ def _rotated(x: np.ndarray, angles: np.ndarray) -> np.ndarray:
 
 
 def oracle_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """Rotation per position in float64, one frequency at a time (Llama 3.1 reference code)."""
+    """Rotation per position in float64, one frequency at a time (reference codes)."""
     result = []
     for i in range(0, head_dim, 2):
         frequency = rope.theta ** (-i / head_dim)
+        if rope.scaling == "yarn":
+            # The pair (not rounded) that turns so many times in the original context.
+            first, last = (
+                head_dim
+                / 2
+                * np.log(rope.original_max_position / (2 * np.pi * turns))
+                / np.log(rope.theta)
+                for turns in (rope.beta_fast, rope.beta_slow)
+            )
+            first, last = max(np.floor(first), 0), min(np.ceil(last), head_dim - 1)
+            part = (i / 2 - first) / (last - first if last != first else 0.001)
+            part = min(max(part, 0), 1)
+            frequency *= (1 - part) + part / rope.factor
         if rope.scaling == "llama3":
             turns = rope.original_max_position * frequency / (2 * np.pi)
             if turns < rope.low_freq_factor:

@@ -21,8 +21,8 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("kvcache.page_set", "layers.linear", "layers.rope", "layers.routing"),
     ("sequence",),
     ("layers.norm", "layers.mlp"),
-    ("layers.attention",),
-    ("layers.mla", "layers.moe"),
+    ("layers.attention", "layers.moe"),
+    ("layers.mla",),
     ("models.transformer", "models.hf_fields", "models.presets"),
     ("models.spec", "models.family", "models.hf_quantization"),
     (

@@ -18,6 +18,14 @@ HIDDEN_TOLERANCE = 1e-3
 LOGPROB_TOLERANCE = 1e-3  # a logit's and a normaliser's error
 
 BFLOAT16 = "llama32_tied_sharded_bf16"
+EXPERTS_BFLOAT16 = (
+    "llama4_step2_bf16",
+    "deepseek_v3_noqlora_bf16",
+    "kimi_k2_sharded_bf16",
+    "kimi_k2_int4",
+    "kimi_k25_int4_sharded",
+    "mixtral_bf16",
+)
 
 # A placement each: together they split, merge and replicate kv heads, and cut 3 layers unevenly.
 PLACEMENTS = {
@@ -26,7 +34,18 @@ PLACEMENTS = {
     "llama3_v5config_f32": Placement.disaggregated(prefill=(3, 1), decode=(2, 2)),
     "qwen3_tied_f32": Placement.disaggregated(prefill=(1, 1), decode=(2, 2)),
 }
-CASES = tuple(PLACEMENTS)
+DENSE_CASES = tuple(PLACEMENTS)
+CASES = (
+    *DENSE_CASES,
+    *EXPERTS_BFLOAT16,
+    "llama4_text_f32",
+    "llama4_nested_scout_f32",
+    "deepseek_v3_f32",
+    "deepseek_v3_mtp_mscale_f32",
+    "deepseek_v3_rope_half_f32",
+    "kimi_k25_f32",
+    "qwen3_moe_f32",
+)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +88,7 @@ def test_ragged_rows(golden, case, name):
     assert np.abs(logits - expected["pad_logits"])[~padding].max() <= LOGITS_TOLERANCE
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", DENSE_CASES)
 def test_oracle_of_the_other_tests(golden, case, name):
     """The float64 forward in NumPy, which tests of random models compare with."""
     expected = case(name)
@@ -92,7 +111,7 @@ def engine_config(**changes) -> EngineConfig:
     return EngineConfig(**(defaults | changes))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", DENSE_CASES)
 def test_engine_continues_like_the_reference(golden, case, name):
     """All prompts of a case at once, prefilled in chunks, on two meshes of unequal layout."""
     expected = case(name)
@@ -121,10 +140,11 @@ def test_engine_continues_like_the_reference(golden, case, name):
                 assert abs(logprob - values[token]) <= LOGPROB_TOLERANCE
 
 
-def test_bfloat16_model(golden, case):
+@pytest.mark.parametrize("name", [BFLOAT16, *EXPERTS_BFLOAT16])
+def test_bfloat16_model(golden, case, name):
     """No bound on the largest difference: the mean and the choice of token, as its README says."""
-    expected, meta = case(BFLOAT16), json.loads((golden(BFLOAT16) / "meta.json").read_text())
-    model = Model.from_pretrained(golden(BFLOAT16), dtype="bfloat16")
+    expected, meta = case(name), json.loads((golden(name) / "meta.json").read_text())
+    model = Model.from_pretrained(golden(name), dtype="bfloat16")
     logits = model.logits(expected["input_ids"])[0]
     reference = meta["hf_bf16_vs_f32"]
     assert np.abs(logits - expected["logits"][0]).mean() <= 2 * reference["mean"]

@@ -9,7 +9,8 @@ import pytest
 from helpers import Oracle, random_prompts, small_engine_config, tiny_config, tiny_source
 
 from jinfire import Engine, ModelConfig, Placement, SamplingParams
-from jinfire.config import LayerSpec, RopeConfig
+from jinfire.config import ExpertsConfig, LatentConfig, LayerSpec, RopeConfig
+from jinfire.kvcache.pages import group_layers
 from jinfire.layout import StageLayout
 from jinfire.loading import RandomSource, load_params
 from jinfire.models.spec import abstract_tree, parameter_count
@@ -93,12 +94,60 @@ def test_stages_are_runs_of_whole_layers():
     assert StageLayout(tiny_config(layers=30), MeshSpec(pipeline=4)).counts == (8, 8, 7, 7)
 
 
-def test_slots_hold_one_kind_of_layer():
-    other = LayerSpec(kv_group="local")
-    model = dataclasses.replace(tiny_config(), layers=(LayerSpec(), other) * 2)
-    assert StageLayout(model, MeshSpec(pipeline=2)).slot_specs == (LayerSpec(), other)
-    with pytest.raises(ValueError, match="choose a pipeline size at which the layer pattern"):
-        _ = StageLayout(model, MeshSpec(pipeline=4)).slot_specs
+DENSE, EXPERTS = LayerSpec(), LayerSpec(mlp="experts")
+CHUNKED = LayerSpec("chunked", "experts", "local")
+UNROTATED = LayerSpec("unrotated", "experts")
+PATTERNS = {
+    "Kimi K2": (DENSE,) + (EXPERTS,) * 60,
+    "DeepSeek-V3": (DENSE,) * 3 + (EXPERTS,) * 58,
+    "Llama 4 Scout": (CHUNKED, CHUNKED, CHUNKED, UNROTATED) * 12,
+    "Llama 4 Maverick": (
+        dataclasses.replace(CHUNKED, mlp="dense"),
+        CHUNKED,
+        dataclasses.replace(CHUNKED, mlp="dense"),
+        UNROTATED,
+    )
+    * 12,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "pipeline", "slots"),
+    [
+        ("Kimi K2", 2, 31),
+        ("Kimi K2", 4, 16),
+        ("Kimi K2", 8, 9),  # the dense layer and 8 of experts, as on the second stage
+        ("DeepSeek-V3", 2, 33),
+        ("DeepSeek-V3", 4, 18),
+        ("DeepSeek-V3", 8, 11),
+        ("Llama 4 Scout", 2, 24),
+        ("Llama 4 Scout", 3, 16),
+        ("Llama 4 Scout", 4, 12),
+        ("Llama 4 Scout", 8, 8),  # ccc u cc and c u ccc u
+        ("Llama 4 Scout", 48, 2),
+        ("Llama 4 Maverick", 4, 12),
+        ("Llama 4 Maverick", 8, 9),
+    ],
+)
+def test_slots_of_mixed_layers(name, pipeline, slots):
+    layers = PATTERNS[name]
+    experts = ExpertsConfig(count=8, per_token=1, width=16)
+    model = dataclasses.replace(tiny_config(), layers=layers, attention_chunk=8, experts=experts)
+    layout = StageLayout(model, MeshSpec(pipeline=pipeline))
+    assert layout.slots == len(layout.slot_specs) == slots
+    assert layout.padded_slots == slots * pipeline - len(layers)
+    placed = [[layout.layer_at(stage, slot) for slot in range(slots)] for stage in range(pipeline)]
+    held = [[layer for layer in stage if layer is not None] for stage in placed]
+    assert [layer for stage in held for layer in stage] == list(range(len(layers)))
+    assert tuple(map(len, held)) == layout.counts
+    for stage in placed:
+        for slot, layer in enumerate(stage):
+            assert layer is None or layers[layer] == layout.slot_specs[slot]
+    assert all(any(stage[slot] is not None for stage in placed) for slot in range(slots))
+    # What each KV group holds, slot by slot, is every layer of it once.
+    for group, stages in group_layers(layout).items():
+        held = [layer for stage in stages for layer in stage if layer is not None]
+        assert held == [i for i, layer in enumerate(layers) if layer.kv_group == group]
 
 
 # --- Refusals
@@ -154,6 +203,61 @@ def test_impossible_layouts_are_refused_before_any_weight_is_read(case, side):
     }[side]()
     with pytest.raises(ValueError, match=re.escape(message)):
         Engine(Unread(model), placement=placement, config=small_engine_config())
+
+
+SPARSE = dataclasses.replace(
+    tiny_config(),
+    family="experts",
+    layers=(EXPERTS,) * 5,
+    mlp_width=49,  # of no layer
+    experts=ExpertsConfig(count=6, per_token=2, width=10, shared_width=48),
+)
+REFUSED_EXPERTS = {
+    "number": (
+        {},
+        (1, 1, 4),
+        "6 experts cannot be split over expert=4; valid sizes: 1, 2, 3, 6",
+    ),
+    "insides": (
+        {},
+        (1, 4),
+        "expert MLP width 10 cannot be split over tensor=4; valid sizes: 1, 2, 5, 10",
+    ),
+    "insides in int4": (
+        {"width": 96, "int4": True},
+        (1, 2),
+        "expert MLP width 96 in units of 32 cannot be split over tensor=2; valid sizes: 1, 3",
+    ),
+    "heads over both axes": (
+        {},
+        (1, 2, 3),
+        "8 query heads and 2 kv heads, shared_width 48 cannot be split over expert=3 x tensor=2; "
+        "valid products: 1, 2, 4, 8",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_EXPERTS)
+def test_impossible_layouts_of_experts_are_refused(case):
+    changes, (pipeline, tensor, *expert), message = REFUSED_EXPERTS[case]
+    experts = dataclasses.replace(SPARSE.experts, **changes)
+    model = dataclasses.replace(SPARSE, experts=experts)
+    spec = MeshSpec(pipeline=pipeline, tensor=tensor, expert=next(iter(expert), 1))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        StageLayout(model, spec)
+    StageLayout(model, MeshSpec(expert=2))  # what does divide is taken
+
+
+def test_all_devices_of_a_stage_share_heads_and_vocabulary():
+    layout = StageLayout(SPARSE, MeshSpec(pipeline=2, tensor=2, expert=2))
+    assert (layout.shards, layout.kv_heads, layout.padded_vocab) == (4, 4, 64)
+    latent = LatentConfig(query_rank=None, rank=16, nope_dim=8, rope_dim=4, value_dim=8)
+    kinds = (LayerSpec("latent", "experts"),) * 5
+    model = dataclasses.replace(SPARSE, layers=kinds, latent=latent, num_kv_heads=3)
+    layout = StageLayout(model, MeshSpec(tensor=2, expert=2))
+    assert layout.kv_heads == 4  # the latents, once on every device
+    with pytest.raises(ValueError, match="8 query heads and 1 kv heads"):
+        StageLayout(model, MeshSpec(tensor=1, expert=3))
 
 
 def test_too_few_devices_says_how_to_get_more():

@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 from gguf import LlamaFileType
 
 from jinfire.checkpoints import load_tokenizer, open_checkpoint
@@ -16,6 +17,7 @@ from jinfire.config import ModelConfig
 from jinfire.errors import UnsupportedConfig
 from jinfire.layout import StageLayout
 from jinfire.models.spec import (
+    ParamSpec,
     abstract_tree,
     flops_per_token,
     kv_bytes_per_token,
@@ -77,15 +79,21 @@ def describe(path: Path, meshes: dict[str, MeshSpec], with_tensors: bool) -> dic
     config = source.config
     source.close()
     per_token = flops_per_token(config)
+
+    def weight_bytes(itemsize: int) -> int:
+        tree = abstract_tree(config)
+        return sum(spec.size * stored_itemsize(spec, itemsize) for spec in tree.values())
+
     document = {
         "path": path,
         "config": config_to_json(config),
         "parameters": parameter_count(config),
-        "weight_bytes": _per_dtype(lambda itemsize: parameter_count(config) * itemsize),
+        "weight_bytes": _per_dtype(weight_bytes),
         "kv_bytes_per_token": _per_dtype(lambda itemsize: kv_bytes_per_token(config, itemsize)),
         "flops_per_token": per_token,
         "flops_per_token_and_context_token": flops_per_token(config, context=1) - per_token,
         "tensor_sizes": tensor_sizes(config),
+        "expert_sizes": expert_sizes(config),
         "max_pipeline": config.num_layers,
         "layouts": [_layout(config, name, spec) for name, spec in meshes.items()],
         "tokenizer": _tokenizer(path),
@@ -101,34 +109,56 @@ def describe(path: Path, meshes: dict[str, MeshSpec], with_tensors: bool) -> dic
 
 def tensor_sizes(config: ModelConfig) -> list[int]:
     """Sizes of the tensor axis that the model can be split over."""
-    return [size for size in range(1, config.num_heads + 1) if _fits(config, size)]
+    most = config.num_heads
+    return [size for size in range(1, most + 1) if _fits(config, MeshSpec(tensor=size))]
 
 
-def _fits(config: ModelConfig, tensor: int) -> bool:
+def expert_sizes(config: ModelConfig) -> list[int]:
+    """Sizes of the expert axis that the model can be split over, with a tensor axis of 1."""
+    most = config.experts.count if config.experts else 1
+    return [size for size in range(1, most + 1) if _fits(config, MeshSpec(expert=size))]
+
+
+def _fits(config: ModelConfig, spec: MeshSpec) -> bool:
     try:
-        StageLayout(config, MeshSpec(tensor=tensor))
+        StageLayout(config, spec)
     except ValueError:
         return False
     return True
 
 
+def stored_itemsize(spec: ParamSpec, itemsize: int) -> int:
+    """Bytes of one value of a tensor in a model whose data type has `itemsize`."""
+    return itemsize if spec.dtype is None else jnp.dtype(spec.dtype).itemsize
+
+
 def _layout(config: ModelConfig, phase: str, spec: MeshSpec) -> dict[str, Any]:
     layout = StageLayout(config, spec)
-    elements = 0
-    for tensor in layout.tensors.values():
-        axes = [axis for entry in tensor.spec for axis in _axes(entry)]
-        elements += math.prod(tensor.shape) // math.prod(getattr(spec, axis) for axis in axes)
-    kv_heads = layout.kv_heads // spec.tensor
-    kv_elements = 2 * layout.slots * kv_heads * config.head_dim
+    logical = abstract_tree(config)
+
+    def weight_bytes(itemsize: int) -> int:
+        total = 0
+        for tensor in layout.tensors.values():
+            axes = [axis for entry in tensor.spec for axis in _axes(entry)]
+            elements = math.prod(tensor.shape) // math.prod(getattr(spec, axis) for axis in axes)
+            source = next(name for name in tensor.sources if name)
+            total += elements * stored_itemsize(logical[source], itemsize)
+        return total
+
+    kv_heads = layout.kv_heads // layout.shards
+    kv_elements = layout.slots * kv_heads * sum(config.kv_widths)
     return {
         "phase": phase,
         "mesh": str(spec),
         "devices": spec.size,
         "layers_per_stage": layout.counts,
-        "query_heads_per_device": config.num_heads // spec.tensor,
+        "slots": layout.slots,
+        "padded_slots": layout.padded_slots,
+        "query_heads_per_device": config.num_heads // layout.shards,
         "kv_heads_per_device": kv_heads,
+        "experts_per_device": config.experts.count // spec.expert if config.experts else None,
         "padded_vocabulary": layout.padded_vocab,
-        "weight_bytes_per_device": _per_dtype(lambda itemsize: elements * itemsize),
+        "weight_bytes_per_device": _per_dtype(weight_bytes),
         "kv_bytes_per_token_per_device": _per_dtype(lambda itemsize: kv_elements * itemsize),
     }
 
@@ -176,18 +206,16 @@ def _metadata(path: Path) -> dict[str, Any]:
 def _print(document: dict[str, Any]) -> None:
     config = document["config"]
     kinds = {f"{layer['attention']} attention, {layer['mlp']} MLP" for layer in config["layers"]}
-    rope = config["rope"]
+    rope, chunk = config["rope"], config["attention_chunk"]
     console.print_table(
         f"{document['path']} ({_format(document['metadata'])})",
         [
             ("family", config["family"]),
             ("layers", f"{len(config['layers'])}, {'; '.join(sorted(kinds))}"),
             ("width", f"{config['width']:,}, MLP {config['mlp_width']:,}"),
-            (
-                "heads",
-                f"{config['num_heads']} query, {config['num_kv_heads']} kv, of "
-                f"{config['head_dim']}" + (", qk-norm" if config["qk_norm"] else ""),
-            ),
+            ("heads", _heads(config)),
+            *([("experts", _experts(config["experts"]))] if config["experts"] else []),
+            *([("attention chunk", f"{config['attention_chunk']:,} tokens")] if chunk else []),
             (
                 "vocabulary",
                 f"{config['vocab_size']:,}, embeddings "
@@ -210,7 +238,8 @@ def _print(document: dict[str, Any]) -> None:
                 "flops per token",
                 f"{document['flops_per_token']:,} + {context_flops:,} per token of context",
             ),
-            ("tensor", "1 device" if len(document["tensor_sizes"]) == 1 else _tensor(document)),
+            ("tensor", _devices(document["tensor_sizes"])),
+            *([("expert", _devices(document["expert_sizes"]))] if config["experts"] else []),
             ("pipeline", f"1 to {document['max_pipeline']} stages"),
         ],
     )
@@ -227,6 +256,26 @@ def _print(document: dict[str, Any]) -> None:
         _print_tensors(document["tensors"])
 
 
+def _heads(config: dict[str, Any]) -> str:
+    latent = config["latent"]
+    if latent is not None:
+        cached = f"{latent['rank']} latents and {latent['rope_dim']} rotary values"
+        return f"{config['num_heads']} query, of {config['head_dim']}; {cached} for all"
+    norm = ", qk-norm" if config["qk_norm"] else ""
+    return (
+        f"{config['num_heads']} query, {config['num_kv_heads']} kv, of {config['head_dim']}{norm}"
+    )
+
+
+def _experts(experts: dict[str, Any]) -> str:
+    shared = f", shared {experts['shared_width']:,}" if experts["shared_width"] else ""
+    stored = ", int4" if experts["int4"] else ""
+    return (
+        f"{experts['count']}, {experts['per_token']} per token, of {experts['width']:,}"
+        f"{shared}{stored}"
+    )
+
+
 def _format(metadata: dict[str, Any]) -> str:
     file_type = metadata.get("general.file_type")
     if isinstance(file_type, int) and file_type in set(LlamaFileType):
@@ -235,8 +284,8 @@ def _format(metadata: dict[str, Any]) -> str:
     return metadata["format"]
 
 
-def _tensor(document: dict[str, Any]) -> str:
-    return f"{', '.join(map(str, document['tensor_sizes']))} devices"
+def _devices(sizes: list[int]) -> str:
+    return f"{', '.join(map(str, sizes))} device{'s' if sizes != [1] else ''}"
 
 
 def _sizes(per_dtype: dict[str, int]) -> str:
@@ -244,13 +293,18 @@ def _sizes(per_dtype: dict[str, int]) -> str:
 
 
 def _layout_rows(layout: dict[str, Any]) -> list[tuple[str, object]]:
+    layers = " + ".join(map(str, layout["layers_per_stage"]))
+    if layout["padded_slots"]:
+        layers += f" in {layout['slots']} slots each, {layout['padded_slots']} of them empty"
+    experts = layout["experts_per_device"]
     return [
         ("devices", layout["devices"]),
-        ("layers per stage", " + ".join(map(str, layout["layers_per_stage"]))),
+        ("layers per stage", layers),
         (
             "heads per device",
             f"{layout['query_heads_per_device']} query, {layout['kv_heads_per_device']} kv",
         ),
+        *([] if experts is None else [("experts per device", experts)]),
         ("weights per device", _sizes(layout["weight_bytes_per_device"])),
         ("kv per token", _sizes(layout["kv_bytes_per_token_per_device"]) + " per device"),
     ]

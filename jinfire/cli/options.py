@@ -25,7 +25,8 @@ def layout(text: str) -> Layout:
     sizes = text.lower().split("x")
     if not 2 <= len(sizes) <= 3 or not all(n.isdecimal() and int(n) >= 1 for n in sizes):
         raise argparse.ArgumentTypeError(
-            f"expected PIPELINExTENSOR with sizes >= 1, e.g. 2x3, got {text!r}"
+            "expected PIPELINExTENSOR or PIPELINExTENSORxEXPERT with sizes >= 1, e.g. 2x3, "
+            f"got {text!r}"
         )
     return tuple(map(int, sizes))
 
@@ -59,7 +60,9 @@ def add_model(parser: argparse.ArgumentParser, *, dtype: bool = True) -> None:
 
 
 def add_layout(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("placement (PIPELINExTENSOR, e.g. 2x3)")
+    group = parser.add_argument_group(
+        "placement (PIPELINExTENSOR, e.g. 2x3; with an expert axis PIPELINExTENSORxEXPERT)"
+    )
     group.add_argument(
         "--colocated",
         type=layout,

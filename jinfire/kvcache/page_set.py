@@ -2,9 +2,10 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from jinfire.config import EngineConfig, ModelConfig
+from jinfire.errors import OutOfPages
 from jinfire.kvcache.page_table import PagePool, pages_for
 
 FULL = "full"
@@ -101,6 +102,7 @@ class PageSet:
         }
         self._rings = tuple(group.ring for group in self.groups)
         self._pools = tuple(self.pools.values())
+        self._each = tuple(zip(self.pools, self._pools, self._rings, strict=True))
         self._caching = self.pools.get(FULL)
 
     @property
@@ -113,9 +115,9 @@ class PageSet:
         """Pages by group that can be handed out now."""
         return tuple(pool.free_pages for pool in self._pools)
 
-    def demand(self, columns: int, held: int = 0) -> tuple[int, ...]:
-        """Pages by group that a sequence lacks for `columns` when it has those for `held`."""
-        return tuple(min(columns, ring) - min(held, ring) for ring in self._rings)
+    def demand(self, columns: int) -> tuple[int, ...]:
+        """Pages by group that a sequence holds for `columns`."""
+        return tuple(min(columns, ring) for ring in self._rings)
 
     def match(self, tokens: Sequence[int]) -> list[int]:
         """Pages of the full group that hold what `tokens` begins with, without holding them."""
@@ -132,26 +134,52 @@ class PageSet:
     def allocate(self, columns: int, tokens: Sequence[int] = ()) -> tuple[HeldPages, int]:
         """Pages for `columns`, and how many tokens of `tokens` they hold already.
 
-        Raises: OutOfPages; check `fits` before.
+        Raises: OutOfPages, with nothing changed.
         """
-        caching = self._caching
-        hits = [] if caching is None or not tokens else caching.lookup(tokens)
-        held = HeldPages(columns)
-        for group, count in zip(self.groups, self.demand(columns), strict=True):
-            pool = self.pools[group.name]
-            known = hits if pool is caching else []
-            held.by_group[group.name] = known + pool.allocate(count - len(known))
-        return held, len(hits) * self.page_size
+        counts = list(self.demand(columns))
+        hits: list[int] = []
+        if self._caching is not None and tokens:
+            hits = self._caching.lookup(tokens)
+            counts[self._pools.index(self._caching)] -= len(hits)
+        try:
+            taken = self._take(counts)
+        except OutOfPages:
+            if self._caching is not None:
+                self._caching.release(hits)
+            raise
+        if hits:
+            taken[FULL] = hits + taken[FULL]
+        return HeldPages(columns, taken), len(hits) * self.page_size
+
+    def can_grow(self, wants: Mapping[HeldPages, int]) -> bool:
+        """Whether all these sequences can have pages for so many columns."""
+        for _, pool, ring in self._each:
+            missing = 0
+            for held, columns in wants.items():
+                before = held.columns
+                missing += columns - before if columns <= ring else max(ring - before, 0)
+            if missing > pool.free_pages:
+                return False
+        return True
 
     def grow(self, held: HeldPages, columns: int) -> None:
-        """Pages for more columns of a sequence.
-
-        Raises: OutOfPages; check `demand` against `free` before.
-        """
-        for group, count in zip(self.groups, self.demand(columns, held.columns), strict=True):
-            if count:
-                held.by_group[group.name] += self.pools[group.name].allocate(count)
+        """Pages for more columns of a sequence, where `can_grow` says so."""
+        before = held.columns
+        for name, pool, ring in self._each:
+            # Not `min`: this runs for many rows in every decode step.
+            missing = columns - before if columns <= ring else max(ring - before, 0)
+            if missing:
+                held.by_group[name] += pool.allocate(missing)
         held.columns = columns
+
+    def _take(self, counts: Sequence[int]) -> dict[str, list[int]]:
+        for pool, count in zip(self._pools, counts, strict=True):
+            if count > pool.free_pages:
+                pool.allocate(count)  # says what is missing, before another group gives any
+        return {
+            name: pool.allocate(count)
+            for (name, pool), count in zip(self.pools.items(), counts, strict=True)
+        }
 
     def register(self, tokens: Sequence[int], held: HeldPages, num_computed: int) -> None:
         """Makes the full pages of the first `num_computed` tokens findable."""

@@ -11,7 +11,6 @@ from jinfire.models.hf_fields import (
     Defaults,
     Json,
     check_keys,
-    check_sizes,
     decoder_config,
     read_flag,
     read_positive,
@@ -76,7 +75,7 @@ def parse_text(config: Json, generation: Json, family: str) -> ModelConfig:
         rope_kinds=("default", "yarn"),
     )
     dense = read_size(config, "first_k_dense_replace", 3, MAX_LAYERS, low=0)
-    model = dataclasses.replace(
+    return dataclasses.replace(
         model,
         layers=tuple(
             LayerSpec(attention="latent", mlp="dense" if layer < dense else "experts")
@@ -88,8 +87,6 @@ def parse_text(config: Json, generation: Json, family: str) -> ModelConfig:
         latent=latent,
         experts=_experts(config, model.num_layers, dense),
     )
-    check_sizes(model)
-    return model
 
 
 def _latent(config: Json) -> LatentConfig:

@@ -59,8 +59,9 @@ class ModelFamily:
     `name` is the Hugging Face `model_type` and GGUF's `general.architecture`; `architectures` are
     the classes that a config may name. `parse_config` takes `config.json` and
     `generation_config.json` (empty where there is none) and raises UnsupportedConfig naming the
-    field. `tensor_names` maps logical names to how Hugging Face stores them. `ignored` are
-    beginnings of names of tensors that belong to parts which are not read, such as a vision tower.
+    field; `jinfire.models.parse_config` checks that sizes agree. `tensor_names` maps logical names
+    to how Hugging Face stores them. `ignored` are beginnings of names of tensors that belong to
+    parts which are not read, such as a vision tower.
     `gguf` None: no GGUF files of this family are read.
     """
 

@@ -96,7 +96,8 @@ def decoder_config(
 ) -> ModelConfig:
     """A `ModelConfig` of what all decoders share, and of what a family says about itself.
 
-    Its layers are dense and causal; a family of others replaces them.
+    Its layers are dense and causal; a family of others replaces them. `check_sizes` is left to
+    whoever has the whole of it.
 
     Raises: UnsupportedConfig naming the field.
     """
@@ -106,7 +107,7 @@ def decoder_config(
     num_layers = read_size(config, "num_hidden_layers", defaults.num_layers, high=MAX_LAYERS)
     bos = config.get("bos_token_id", generation.get("bos_token_id", defaults.bos_id))
     require(bos is None or is_int(bos), "bos_token_id", "a token id or null", bos)
-    model = ModelConfig(
+    return ModelConfig(
         family=family,
         vocab_size=read_size(config, "vocab_size", defaults.vocab_size, high=MAX_VOCAB),
         width=read_size(config, "hidden_size", defaults.width),
@@ -123,8 +124,6 @@ def decoder_config(
         eos_ids=read_eos_ids(config, generation, defaults.eos_id),
         bos_id=bos,
     )
-    check_sizes(model)
-    return model
 
 
 def shared_head_dim(config: Json, defaults: Defaults) -> int:

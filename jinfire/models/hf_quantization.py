@@ -42,7 +42,7 @@ WHOLE: dict[str, tuple[Any, ...]] = {
 WHOLE_NOTES = frozenset(("version", "config_groups", "ignore"))
 
 # Patterns come from an untrusted file: only such that cannot run away are matched.
-PLAIN_PATTERN = re.compile(r"(?:[\w\-^$]|\\\.|\.\*|\((?:[\w-]+\|)*[\w-]+\))*")
+PLAIN_PATTERN = re.compile(r"(?:[\w\-^$]|\\?\.|\.\*|\((?:[\w-]+\|)*[\w-]+\))*")
 MAX_PATTERN = 200
 MAX_STARS = 4
 MAX_PATTERNS = 64

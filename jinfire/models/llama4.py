@@ -13,7 +13,6 @@ from jinfire.models.hf_fields import (
     Defaults,
     Json,
     check_keys,
-    check_sizes,
     decoder_config,
     is_int,
     read_flag,
@@ -69,7 +68,7 @@ def parse_text(config: Json, generation: Json, family: str = "llama4_text") -> M
         mlp_key="intermediate_size_mlp",
     )
     width = read_size(config, "intermediate_size", 8192)
-    model = dataclasses.replace(
+    return dataclasses.replace(
         model,
         layers=_layers(config, model.num_layers),
         rope=dataclasses.replace(model.rope, interleaved=True),
@@ -84,8 +83,6 @@ def parse_text(config: Json, generation: Json, family: str = "llama4_text") -> M
             shared_width=width,
         ),
     )
-    check_sizes(model)
-    return model
 
 
 def parse_nested(config: Json, generation: Json) -> ModelConfig:

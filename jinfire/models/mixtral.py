@@ -10,7 +10,6 @@ from jinfire.models.hf_fields import (
     Defaults,
     Json,
     check_keys,
-    check_sizes,
     decoder_config,
     read_kv_heads,
     read_size,
@@ -40,7 +39,7 @@ def parse_config(config: Json, generation: Json) -> ModelConfig:
         head_dim=shared_head_dim(config, DEFAULTS),
         num_kv_heads=read_kv_heads(config, DEFAULTS, absent=8),
     )
-    model = dataclasses.replace(
+    return dataclasses.replace(
         model,
         layers=(LayerSpec(mlp="experts"),) * model.num_layers,
         experts=ExpertsConfig(
@@ -50,8 +49,6 @@ def parse_config(config: Json, generation: Json) -> ModelConfig:
             normalise=True,
         ),
     )
-    check_sizes(model)
-    return model
 
 
 MIXTRAL = ModelFamily(

@@ -11,7 +11,6 @@ from jinfire.models.hf_fields import (
     Defaults,
     Json,
     check_keys,
-    check_sizes,
     decoder_config,
     is_int,
     read_flag,
@@ -53,7 +52,7 @@ def parse_config(config: Json, generation: Json) -> ModelConfig:
     count = read_size(config, "num_experts", read_size(config, "num_local_experts", 128))
     again = read_size(config, "num_local_experts", count)
     require(again == count, "num_local_experts", f"num_experts {count}", again)
-    model = dataclasses.replace(
+    return dataclasses.replace(
         model,
         layers=_layers(config, model.num_layers),
         experts=ExpertsConfig(
@@ -63,8 +62,6 @@ def parse_config(config: Json, generation: Json) -> ModelConfig:
             normalise=read_flag(config, "norm_topk_prob", False),
         ),
     )
-    check_sizes(model)
-    return model
 
 
 def _layers(config: Json, num_layers: int) -> tuple[LayerSpec, ...]:

@@ -41,8 +41,10 @@ class DecodeKV:
         attention_chunk: int | None = None,
     ) -> tuple[jax.Array, "DecodeKV"]:
         assert isinstance(self.pages, PagePair)
+        where = self._where()
         pages = PagePair(
-            self._written(self.pages.key, key_BTKH), self._written(self.pages.value, value_BTKH)
+            write_pages(self.pages.key, key_BTKH, *where),
+            write_pages(self.pages.value, value_BTKH, *where),
         )
         mixed_BNH = paged_attention(
             query_BTNH[:, 0],
@@ -62,15 +64,15 @@ class DecodeKV:
         Source: DeepSeek-V2 (arXiv 2405.04434) section 2.1.3.
         """
         assert isinstance(self.pages, LatentPages)
-        pages = LatentPages(self._written(self.pages.latent, latent_BTC[:, :, None]))
+        pages = LatentPages(write_pages(self.pages.latent, latent_BTC[:, :, None], *self._where()))
         rank, dtype = up_NUC.shape[-1], query_BTNH.dtype
         plain_dim = query_BTNH.shape[-1] - (latent_BTC.shape[-1] - rank)
         plain, rotary = jnp.split(query_BTNH[:, 0], [plain_dim], axis=-1)
         absorbed = jnp.einsum(
-            "BNU,NUC->BNC", plain, up_NUC[:, :plain_dim], preferred_element_type=jnp.float32
+            "BNU,NUC->BNC", plain, up_NUC[:, :plain_dim], preferred_element_type=dtype
         )
         mixed_BNC = latent_attention(
-            jnp.concatenate([absorbed.astype(dtype), rotary], axis=-1),
+            jnp.concatenate([absorbed, rotary], axis=-1),
             pages.latent,
             self.table_BW,
             self.lengths_B,
@@ -78,15 +80,13 @@ class DecodeKV:
             rank=rank,
         )
         mixed_BNV = jnp.einsum(
-            "BNC,NVC->BNV", mixed_BNC, up_NUC[:, plain_dim:], preferred_element_type=jnp.float32
+            "BNC,NVC->BNV", mixed_BNC, up_NUC[:, plain_dim:], preferred_element_type=dtype
         )
-        return mixed_BNV.astype(dtype)[:, None], dataclasses.replace(self, pages=pages)
+        return mixed_BNV[:, None], dataclasses.replace(self, pages=pages)
 
-    def _written(self, pages: jax.Array, new_BTKH: jax.Array) -> jax.Array:
-        live_B = self.lengths_B > 0
-        return write_pages(
-            pages, new_BTKH, self.table_BW, self.positions_B[:, None], live_B[:, None]
-        )
+    def _where(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Page table, positions and validity of the new tokens."""
+        return self.table_BW, self.positions_B[:, None], (self.lengths_B > 0)[:, None]
 
 
 def decode_microbatches(stages: int, rows: int, limit: int | None = None) -> int:

@@ -47,8 +47,8 @@ class InBatchKV:
             "BSC,NUC->BSNU",
             latent_BTC[..., :rank],
             up_NUC,
-            preferred_element_type=jnp.float32,
-        ).astype(query_BTNH.dtype)
+            preferred_element_type=query_BTNH.dtype,
+        )
         key, value = jnp.split(expanded, [query_BTNH.shape[-1] - rotary], axis=-1)
         shared = jnp.broadcast_to(latent_BTC[:, :, None, rank:], (*key.shape[:3], rotary))
         key = jnp.concatenate([key, shared], axis=-1)
