@@ -27,7 +27,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("models.spec", "models.family", "models.hf_quantization"),
     (
         *("models.llama", "models.llama4", "models.mixtral", "models.qwen3", "models.qwen3_moe"),
-        "models.deepseek",
+        *("models.deepseek", "models.reduction"),
     ),
     ("models",),
     ("checkpoints.source", "checkpoints.int4", "checkpoints.config_json", "layout"),
@@ -48,7 +48,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("model", "engine"),
     ("cli.console",),
     ("cli.options", "cli.running"),
-    ("cli.generate", "cli.chat", "cli.inspect", "cli.plan", "cli.fetch", "cli.demo"),
+    ("cli.generate", "cli.chat", "cli.inspect", "cli.plan", "cli.init", "cli.fetch", "cli.demo"),
     ("cli",),
     ("__main__",),
     ("",),  # jinfire/__init__.py re-exports

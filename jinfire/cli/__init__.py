@@ -8,9 +8,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from jinfire.cli import chat, console, demo, fetch, generate, inspect, plan
+from jinfire.cli import chat, console, demo, fetch, generate, init, inspect, plan
 
-COMMANDS = (generate, chat, inspect, plan, fetch, demo)
+COMMANDS = (generate, chat, inspect, plan, init, fetch, demo)
 
 EPILOG = """\
 examples:
