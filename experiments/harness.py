@@ -43,7 +43,7 @@ GPU_SOURCES = (
     "pallas_kernels/*_mosaic.py",
     "pallas_kernels/*_tiles.py",
     "pallas_kernels/*_plan.py",
-    *(f"pallas_kernels/{name}.py" for name in ("aot", "bench", "toolchain", "tuning")),
+    *(f"pallas_kernels/{name}.py" for name in ("aot", "bench", "compiler", "toolchain", "tuning")),
 )
 
 # Written by the harness itself: changes there do not make a tree dirty.

@@ -16,6 +16,9 @@ from jinfire.errors import (
 from jinfire.fetch import fetch
 from jinfire.metrics import DEFINITIONS, EventLog, RequestMetrics, request_metrics, summary
 from jinfire.model import Model
+from jinfire.planner.gpus import GPUS
+from jinfire.planner.layouts import Fitting, Plan
+from jinfire.planner.plan import plan, plan_json
 from jinfire.request import (
     FinishReason,
     RequestOutput,
@@ -31,6 +34,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DEFINITIONS",
+    "GPUS",
     "CheckpointMismatch",
     "EmptyPrompt",
     "Engine",
@@ -38,11 +42,13 @@ __all__ = [
     "EngineFailed",
     "EventLog",
     "FinishReason",
+    "Fitting",
     "MeshSpec",
     "Model",
     "ModelConfig",
     "OutOfPages",
     "Placement",
+    "Plan",
     "RequestMetrics",
     "RequestOutput",
     "RequestTooLong",
@@ -58,6 +64,8 @@ __all__ = [
     "fetch",
     "load_tokenizer",
     "open_checkpoint",
+    "plan",
+    "plan_json",
     "request_metrics",
     "summary",
 ]

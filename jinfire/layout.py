@@ -163,18 +163,23 @@ class StageLayout:
                 layers = [self.layer_at(s, int(slot)) for s in range(self.mesh_spec.pipeline)]
                 sources = tuple(None if i is None else f"layers.{i}.{rest}" for i in layers)
                 spec = logical[next(source for source in sources if source)]
-                shape, axes = (len(sources), *self._padded(spec)), ("stage", *spec.axes)
+                shape, axes = (len(sources), *self.padded_shape(spec)), ("stage", *spec.axes)
                 result[name] = PhysicalTensor(
                     shape, partition_spec(axes, RULES), sources, True, axes
                 )
             else:
                 spec = logical[name]
                 result[name] = PhysicalTensor(
-                    self._padded(spec), partition_spec(spec.axes, RULES), (name,), False, spec.axes
+                    self.padded_shape(spec),
+                    partition_spec(spec.axes, RULES),
+                    (name,),
+                    False,
+                    spec.axes,
                 )
         return result
 
-    def _padded(self, spec: ParamSpec) -> tuple[int, ...]:
+    def padded_shape(self, spec: ParamSpec) -> tuple[int, ...]:
+        """Shape of a logical tensor with the padding and the copies that splitting it needs."""
         sizes = {
             "vocab": self.padded_vocab,
             "kv_heads": self.kv_heads * self.config.head_dim,

@@ -7,6 +7,7 @@ from pallas_kernels.bench import (
     counted,
     seconds_per_call,
 )
+from pallas_kernels.compiler import TARGET_NAMES, Compiler, Resources, Target
 from pallas_kernels.expanded_latent_attention import expanded_latent_attention
 from pallas_kernels.grouped_matmul import GROUPED_MATMUL, grouped_matmul
 from pallas_kernels.int4_format import pack_for_device, unpack_from_device
@@ -20,6 +21,7 @@ from pallas_kernels.kernel import ArgSpec, Kernel
 from pallas_kernels.latent_attention import LATENT_ATTENTION, latent_attention
 from pallas_kernels.paged_attention import PAGED_ATTENTION, paged_attention, write_pages
 from pallas_kernels.prefill_attention import PREFILL_ATTENTION, prefill_attention
+from pallas_kernels.toolchain import ToolchainMissing, run_python
 
 KERNELS = {
     kernel.name: kernel
@@ -54,4 +56,11 @@ __all__ = [
     "Workload",
     "counted",
     "seconds_per_call",
+    # compilation for GPUs that are not there
+    "TARGET_NAMES",
+    "Compiler",
+    "Resources",
+    "Target",
+    "ToolchainMissing",
+    "run_python",
 ]

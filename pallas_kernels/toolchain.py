@@ -56,23 +56,26 @@ def device_environment() -> dict[str, str]:
     }
 
 
-def run_python(*arguments: str, device: bool = False, timeout_s: float = 3600) -> str:
+def run_python(
+    *arguments: str, device: bool = False, timeout_s: float = 3600, show_progress: bool = False
+) -> str:
     """Standard output of a Python process that compiles for absent GPUs, or for the one at hand.
 
+    With `show_progress` what it writes to stderr is seen at once.
     Raises: ToolchainMissing; RuntimeError with the end of its output where it fails.
     """
     done = subprocess.run(
         [sys.executable, *arguments],
         env=device_environment() if device else environment(),
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=None if show_progress else subprocess.PIPE,
         text=True,
         timeout=timeout_s,
         check=False,
     )
     if done.returncode:
-        raise RuntimeError(
-            f"{' '.join(arguments)}: exit status {done.returncode}\n{done.stderr[-4000:]}"
-        )
+        said = f"\n{done.stderr[-4000:]}" if done.stderr else ""
+        raise RuntimeError(f"{' '.join(arguments)}: exit status {done.returncode}{said}")
     return done.stdout
 
 

@@ -23,7 +23,8 @@ import jax
 import numpy as np
 
 from pallas_kernels import KERNELS, WORKLOADS, Kernel, Workload, seconds_per_call
-from pallas_kernels.aot import (
+from pallas_kernels.bench import Timing
+from pallas_kernels.compiler import (
     COMPILE_ERRORS,
     SHARED_BYTES_PER_BLOCK,
     TARGET_NAMES,
@@ -33,7 +34,6 @@ from pallas_kernels.aot import (
     _captured_output,
     lower_for,
 )
-from pallas_kernels.bench import Timing
 from pallas_kernels.kernel import TUNED, device_slug, is_hopper
 from pallas_kernels.toolchain import run_python
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import KERNELS, WORKLOADS
-from pallas_kernels.aot import COMPILE_ERRORS, Compiler, Resources, Target, lower_for
+from pallas_kernels.compiler import COMPILE_ERRORS, Compiler, Resources, Target, lower_for
 from pallas_kernels.kernel import Kernel
 
 ROWS, COLUMNS = 64, 64

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.aot import Target, lower_for
+from pallas_kernels.compiler import Target, lower_for
 from pallas_kernels.int4_matmul import WORD_LAYOUT, weights_of_words
 
 ROWS, GROUPS = 128, 2

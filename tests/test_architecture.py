@@ -39,18 +39,23 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("programs.sampler", "programs.runtime"),
     ("programs.batch",),
     ("programs.forward", "programs.prefill", "programs.decode", "programs.handoff"),
+    ("programs.abstract", "planner.gpus", "planner.footprint"),
+    ("planner.roofline",),
+    ("planner.layouts",),
+    ("planner.verify", "planner.steps"),
+    ("planner.plan",),
     ("scheduler", "runner", "ledger", "admission"),
     ("model", "engine", "training"),
     ("cli.console",),
     ("cli.options", "cli.running"),
-    ("cli.generate", "cli.chat", "cli.inspect", "cli.fetch", "cli.init", "cli.demo"),
+    ("cli.generate", "cli.chat", "cli.inspect", "cli.plan", "cli.init", "cli.fetch", "cli.demo"),
     ("cli",),
     ("__main__",),
     ("",),  # jinfire/__init__.py re-exports
 )
 LEVEL = {name: level for level, row in enumerate(LEVELS) for name in row}
 # Packages whose __init__ is a docstring.
-LEVEL |= dict.fromkeys(("kvcache", "layers", "programs"), 0)
+LEVEL |= dict.fromkeys(("kvcache", "layers", "planner", "programs"), 0)
 
 # Host arithmetic that is tested, and could be replayed, without a device.
 HOST_ONLY = (

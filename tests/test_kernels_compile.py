@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from pallas_kernels import KERNELS, aot
+from pallas_kernels.compiler import TARGET_NAMES, Target
 from pallas_kernels.kernel import is_hopper
 from pallas_kernels.toolchain import ToolchainMissing, assembler_version, environment, run_python
 
@@ -29,7 +30,7 @@ def small() -> dict:
     return json.loads(run_python(str(Path(__file__).parent / "gpu_compiles.py")))
 
 
-@pytest.mark.parametrize("target", aot.TARGET_NAMES)
+@pytest.mark.parametrize("target", TARGET_NAMES)
 @pytest.mark.parametrize("name", MOSAIC)
 def test_takes_what_is_recorded(name: str, target: str) -> None:
     rows = aot.measure([name], [target])
@@ -111,14 +112,14 @@ def test_record_and_its_table_agree() -> None:
     assert text == aot.markdown(aot.recorded())
 
 
-@pytest.mark.parametrize("name", aot.TARGET_NAMES)
+@pytest.mark.parametrize("name", TARGET_NAMES)
 def test_targets_are_the_chips_that_dispatch_knows(name: str) -> None:
-    assert is_hopper(aot.Target.load(name).kind)
+    assert is_hopper(Target.load(name).kind)
 
 
 def test_unknown_target_is_named() -> None:
     with pytest.raises(ValueError, match=r"expected one of .*h200.*received 'b200'"):
-        aot.Target.load("b200")
+        Target.load("b200")
 
 
 def test_assembler_is_the_one_that_the_record_was_made_with() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import KERNELS, Kernel, Workload, tuning
-from pallas_kernels.aot import Compiler, Launch, Resources
+from pallas_kernels.compiler import Compiler, Launch, Resources
 from pallas_kernels.kernel import tuned_entries
 from pallas_kernels.toolchain import ToolchainMissing, environment, run_python
 from pallas_kernels.tuning import Heard, Trial, neighbours, refusal, search, tune, write_tuned

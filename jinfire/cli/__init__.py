@@ -8,15 +8,16 @@ import os
 import sys
 from collections.abc import Sequence
 
-from jinfire.cli import chat, console, demo, fetch, generate, init, inspect
+from jinfire.cli import chat, console, demo, fetch, generate, init, inspect, plan
 
-COMMANDS = (generate, chat, inspect, init, fetch, demo)
+COMMANDS = (generate, chat, inspect, plan, init, fetch, demo)
 
 EPILOG = """\
 examples:
   jinfire fetch smollm2
   jinfire generate "The capital of France is" --temperature 0
   jinfire chat --temperature 0
+  jinfire plan --model kimi-k2.5 --gpus 8xH100
   jinfire generate --prompts-file prompts.jsonl --temperature 0 --prefill 2x3 --decode 1x1 --json
 
 Results go to stdout, progress and errors to stderr.

@@ -22,6 +22,7 @@ from pallas_kernels import latent_attention, paged_attention, write_pages
 from sharding import PIPELINE, Schedule
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeKV:
     """One layer's pages during a decode step: one new token per row."""

@@ -22,6 +22,7 @@ from pallas_kernels import expanded_latent_attention, prefill_attention, write_p
 from sharding import PIPELINE, Schedule
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PrefillKV:
     """One layer's pages during a prefill microbatch: attention writes, then reads."""

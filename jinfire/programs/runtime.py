@@ -9,12 +9,14 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jinfire.checkpoints import TensorSource
 from jinfire.config import ModelConfig
 from jinfire.kvcache.pages import Pages, Pools, group_slots
 from jinfire.layers.attention import LayerKV
+from jinfire.layers.rope import PositionTables
 from jinfire.layout import StageLayout
 from jinfire.loading import load_params
 from jinfire.models.transformer import Transformer
@@ -188,10 +190,25 @@ class MeshModel:
         updated = {group: list(pairs) for group, pairs in pools.items()}
         for slot, layer in enumerate(model.layers):
             group, index = slot_of[slot]
+            graphdef, state = nnx.split(layer)
             with jax.named_scope(f"slot_{slot}"):
-                hidden_BTD, kv = layer(hidden_BTD, tables, view(group, updated[group][index]))
+                hidden_BTD, kv = _run_layer(
+                    graphdef, state, hidden_BTD, tables, view(group, updated[group][index])
+                )
             updated[group][index] = kv.pages
         return hidden_BTD, {group: tuple(pairs) for group, pairs in updated.items()}
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _run_layer[KV: PagedKV](
+    graphdef: nnx.GraphDef,
+    state: nnx.State,
+    hidden_BTD: jax.Array,
+    tables: PositionTables,
+    kv: KV,
+) -> tuple[jax.Array, KV]:
+    """One layer, traced and lowered once for all slots of its kind: kernels take long for that."""
+    return nnx.merge(graphdef, state)(hidden_BTD, tables, kv)
 
 
 def _exact(body: Callable[..., Any], *args: Any) -> Any:

@@ -1,0 +1,1 @@
+"""What a model needs on a number of GPUs, before there is one: memory, KV room, times."""

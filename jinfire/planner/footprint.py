@@ -1,0 +1,271 @@
+"""Bytes that a model takes on every device of a layout, from shapes alone.
+
+All devices of a mesh hold the same number of bytes: stages run one program, so a stage with fewer
+layers than others holds zeros in their place, and what is not split is whole on every device.
+"""
+
+import collections
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator
+
+import jax.numpy as jnp
+
+from jinfire.config import EngineConfig, LayerSpec, ModelConfig
+from jinfire.kvcache.page_set import FULL, kv_groups
+from jinfire.layout import RULES, StageLayout
+from jinfire.models.spec import INT4_IN_A_WORD, ParamSpec, skeleton
+from jinfire.programs.decode import decode_microbatches
+from jinfire.weights import parse_dtype
+
+# What weights are counted by, in the order of their first use.
+KINDS = (
+    *("embedding", "attention", "dense_mlp", "router"),
+    *("routed_experts", "shared_experts", "norms"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """What a mesh is to hold and run at a time.
+
+    `rows` decode at once, each of up to `context` tokens; `steps` tokens of a row are made in one
+    dispatch. A prefill microbatch has `prefill_rows` rows of `chunk` tokens.
+    """
+
+    rows: int = 8
+    context: int = 8192
+    prefill_rows: int = 1
+    chunk: int = 1024
+    steps: int = 8
+    page_size: int = 64
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) < 1:
+                raise ValueError(
+                    f"Workload.{field.name}: expected an integer >= 1, "
+                    f"got {getattr(self, field.name)!r}"
+                )
+
+    @property
+    def engine(self) -> EngineConfig:
+        """An engine that runs exactly this."""
+        return EngineConfig(
+            page_size=self.page_size,
+            max_rows=self.rows,
+            max_context=self.context,
+            prefill_shapes=((self.prefill_rows, self.chunk),),
+            decode_steps=self.steps,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """One logical tensor of the model, and what a device of the layout holds of it.
+
+    `layer` is None for those outside of layers; else the tensor is that of every layer of this
+    kind. Units: elements as stored, so an int32 of 4-bit values counts once.
+    """
+
+    name: str
+    spec: ParamSpec
+    layer: LayerSpec | None
+    device_elements: int
+
+    @property
+    def kind(self) -> str:
+        return weight_kind(self.name)
+
+    @property
+    def values(self) -> float:
+        """Parameters in a stored element."""
+        if self.name.endswith(".packed"):
+            return INT4_IN_A_WORD
+        # Of 4-bit experts: what their values are multiplied by, and no parameters.
+        return 0 if ".experts." in self.name and self.name.endswith(".scale") else 1
+
+    @property
+    def is_matrix(self) -> bool:
+        return len(self.spec.shape) > 1
+
+    def itemsize(self, dtype: str) -> int:
+        return jnp.dtype(self.spec.dtype or dtype).itemsize
+
+
+def weight_kind(name: str) -> str:
+    """Which of `KINDS` a tensor is, by its logical name."""
+    parts = name.split(".")
+    if parts[0] in ("embed", "head"):
+        return "embedding"
+    if "mlp" in parts:
+        for part, kind in (
+            ("experts", "routed_experts"),
+            ("shared", "shared_experts"),
+            ("router", "router"),
+        ):
+            if part in parts:
+                return kind
+        return "dense_mlp"
+    return "norms" if parts[-1] == "scale" else "attention"
+
+
+@dataclasses.dataclass(frozen=True)
+class Footprint:
+    """A model of one data type on one layout.
+
+    Units: bytes of one device, unless a name says otherwise.
+    """
+
+    layout: StageLayout
+    dtype: str = "bfloat16"
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.layout.config
+
+    @property
+    def itemsize(self) -> int:
+        return parse_dtype(self.dtype).itemsize
+
+    @functools.cached_property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Every different tensor, those of a kind of layer once."""
+        kinds = tuple(dict.fromkeys(self.config.layers))
+        found = []
+        # A stack of one layer of each kind: tracing all of them would take most of the time.
+        for name, spec in skeleton(self.config, kinds).specs.items():
+            layer = None
+            if name.startswith("layers."):
+                _, index, name = name.split(".", 2)
+                layer = kinds[int(index)]
+            found.append(Tensor(name, spec, layer, self._device_elements(spec)))
+        return tuple(found)
+
+    def _device_elements(self, spec: ParamSpec) -> int:
+        sizes = dataclasses.asdict(self.layout.mesh_spec)
+        count = 1
+        for axis, size in zip(spec.axes, self.layout.padded_shape(spec), strict=True):
+            rule = RULES[axis] if axis is not None else None
+            split = () if rule is None else (rule,) if isinstance(rule, str) else rule
+            count *= size // math.prod(sizes[mesh_axis] for mesh_axis in split)
+        return count
+
+    def held(self) -> Iterator[tuple[Tensor, int]]:
+        """Every tensor and how many of it a device has room for."""
+        slots = collections.Counter(self.layout.slot_specs)
+        for tensor in self.tensors:
+            yield tensor, 1 if tensor.layer is None else slots[tensor.layer]
+
+    # -- weights
+
+    @functools.cached_property
+    def parameters(self) -> dict[str, int]:
+        """Parameters of the whole model by kind; tied embeddings count once."""
+        return self._by_kind(lambda tensor: tensor.spec.size * tensor.values)
+
+    @functools.cached_property
+    def model_bytes(self) -> dict[str, int]:
+        """Bytes of the whole model by kind, each weight once."""
+        return self._by_kind(lambda tensor: tensor.spec.size * tensor.itemsize(self.dtype))
+
+    def _by_kind(self, size: Callable[[Tensor], float]) -> dict[str, int]:
+        layers = collections.Counter(self.config.layers)
+        result = dict.fromkeys(KINDS, 0)
+        for tensor in self.tensors:
+            count = 1 if tensor.layer is None else layers[tensor.layer]
+            result[tensor.kind] += int(size(tensor)) * count
+        return result
+
+    @functools.cached_property
+    def weights(self) -> dict[str, int]:
+        """Weights by kind, with the zeros of padded slots and vocabulary and all copies."""
+        result = dict.fromkeys(KINDS, 0)
+        for tensor, count in self.held():
+            result[tensor.kind] += count * tensor.device_elements * tensor.itemsize(self.dtype)
+        return result
+
+    # -- keys and values
+
+    @property
+    def layer_kv_bytes(self) -> int:
+        """Keys and values of one token in one layer, copied heads and latents included."""
+        heads = self.layout.kv_heads // self.layout.shards
+        return heads * sum(self.config.kv_widths) * self.itemsize
+
+    @functools.cached_property
+    def kv_bytes_per_token(self) -> dict[str, int]:
+        """Keys and values of one token by group."""
+        slots = collections.Counter(spec.kv_group for spec in self.layout.slot_specs)
+        return {group: slots[group] * self.layer_kv_bytes for group in self.config.kv_groups}
+
+    def pool_pages(self, load: Workload) -> dict[str, int]:
+        """Pages of each group for all rows, null pages included, as an engine makes its pools."""
+        return {group.name: group.pool_pages for group in kv_groups(self.config, load.engine)}
+
+    def kv_bytes(self, load: Workload) -> int:
+        """Pools in which every row of the workload holds its whole context."""
+        return sum(
+            pages * load.page_size * self.kv_bytes_per_token[group]
+            for group, pages in self.pool_pages(load).items()
+        )
+
+    def kv_tokens(self, free_bytes: int, load: Workload) -> int:
+        """Tokens that `free_bytes` of a device hold over all rows.
+
+        Layers that keep an attention chunk cost the same for every row however long it is; what
+        is left for the others sets the number.
+        """
+        page_bytes = {
+            group: size * load.page_size for group, size in self.kv_bytes_per_token.items()
+        }
+        pages = self.pool_pages(load)
+        fixed = sum(pages[group] * size for group, size in page_bytes.items() if group != FULL)
+        if FULL not in pages:  # nothing grows with the context
+            return load.rows * load.context if fixed <= free_bytes else 0
+        left = (free_bytes - fixed) // page_bytes[FULL] - 1  # less the null page
+        return max(0, left) * load.page_size
+
+    # -- activations
+
+    def prefill_temp(self, load: Workload) -> int:
+        """Activations of a prefill dispatch."""
+        tokens = load.prefill_rows * load.chunk
+        stages = self.layout.mesh_spec.pipeline
+        embedded = stages * tokens * self.config.width * self.itemsize
+        head_rows = stages * load.prefill_rows
+        return embedded + self._layer_temp(tokens) + self._sampling_temp(head_rows)
+
+    def decode_temp(self, load: Workload) -> int:
+        """Activations of a decode dispatch."""
+        rows = microbatch_rows(self.layout.mesh_spec.pipeline, load.rows)
+        return self._layer_temp(rows) + self._sampling_temp(rows)
+
+    def _layer_temp(self, tokens: int) -> int:
+        """The residual stream with what a layer makes of it, at the widest layer."""
+        config, shards = self.config, self.layout.shards
+        latent = config.latent
+        heads = config.num_heads // shards
+        if latent is None:
+            attention = heads * config.head_dim * 2
+        else:
+            attention = heads * (config.head_dim + latent.rank + latent.rope_dim + latent.value_dim)
+        widths = []
+        if any(layer.mlp == "dense" for layer in config.layers):
+            widths.append(2 * config.mlp_width // shards)
+        experts = config.experts
+        if experts is not None:
+            # Tokens are copied for each of their experts, and come back in float32.
+            inside = 2 * experts.width // self.layout.mesh_spec.tensor
+            widths.append(experts.per_token * (config.width * 3 + inside))
+        return tokens * (3 * config.width + max(attention, *widths)) * self.itemsize
+
+    def _sampling_temp(self, rows: int) -> int:
+        """Logits of the whole vocabulary in float32, and what sampling makes of them."""
+        return int(6.5 * rows * self.config.vocab_size * 4)
+
+
+def microbatch_rows(stages: int, rows: int) -> int:
+    """Rows of a decode microbatch."""
+    return rows // decode_microbatches(stages, rows)

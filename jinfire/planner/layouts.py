@@ -1,0 +1,245 @@
+"""The layouts of a number of GPUs: which fit, what they hold, how fast they could be."""
+
+import dataclasses
+from collections.abc import Iterator
+
+from jinfire.config import Layout, ModelConfig, Placement
+from jinfire.layout import StageLayout
+from jinfire.planner.footprint import Footprint, Workload
+from jinfire.planner.gpus import GIB, GPU, parse_gpus
+from jinfire.planner.roofline import PhaseTime, decode_time, prefill_time
+from sharding import MeshSpec
+
+# Layouts of more GPUs are not searched for the least number; links between servers are slower
+# than those that times are predicted for.
+MAX_GPUS = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What the compiler says of the whole steps; bytes of one device.
+
+    `weights_bytes` are the arguments less the pages. `prefill_s` and `decode_s` are what tracing
+    and compiling took, `host_bytes` the most memory of the process that did it. `kernels` are how
+    often the programs call each kernel of `pallas_kernels`.
+    """
+
+    weights_bytes: int
+    prefill_temp_bytes: int
+    decode_temp_bytes: int
+    prefill_s: float
+    decode_s: float
+    host_bytes: int
+    kernels: dict[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Fitting:
+    """A layout that the model can be split over, and its memory per device."""
+
+    footprint: Footprint
+    gpu: GPU
+    load: Workload
+    compiled: Compiled | None = None
+
+    @property
+    def mesh_spec(self) -> MeshSpec:
+        return self.footprint.layout.mesh_spec
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(pipeline, tensor, expert), as `Placement` takes it."""
+        return layout_of(self.mesh_spec)
+
+    @property
+    def source(self) -> str:
+        """Where weights and temp come from."""
+        return "compiled" if self.compiled else "analytic"
+
+    @property
+    def weights_bytes(self) -> int:
+        if self.compiled:
+            return self.compiled.weights_bytes
+        return sum(self.footprint.weights.values())
+
+    @property
+    def prefill_temp_bytes(self) -> int:
+        if self.compiled:
+            return self.compiled.prefill_temp_bytes
+        return self.footprint.prefill_temp(self.load)
+
+    @property
+    def decode_temp_bytes(self) -> int:
+        if self.compiled:
+            return self.compiled.decode_temp_bytes
+        return self.footprint.decode_temp(self.load)
+
+    @property
+    def temp_bytes(self) -> int:
+        """Activations of the larger step; one runs at a time."""
+        return max(self.prefill_temp_bytes, self.decode_temp_bytes)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Pools for every row's whole context."""
+        return self.footprint.kv_bytes(self.load)
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weights_bytes + self.kv_bytes + self.temp_bytes
+
+    @property
+    def device_kv_bytes_left(self) -> int:
+        """What weights and activations leave for pages on one device; below 0 they do not fit."""
+        return self.gpu.usable_bytes - self.weights_bytes - self.temp_bytes
+
+    @property
+    def kv_bytes_left(self) -> int:
+        """The same over all devices of the layout, 0 where there is nothing left."""
+        return max(0, self.device_kv_bytes_left) * self.mesh_spec.size
+
+    @property
+    def kv_tokens_left(self) -> int:
+        """Tokens of all rows that those pages hold."""
+        return self.footprint.kv_tokens(self.device_kv_bytes_left, self.load)
+
+    @property
+    def fits(self) -> bool:
+        return self.total_bytes <= self.gpu.usable_bytes
+
+    @property
+    def prefill(self) -> PhaseTime:
+        return prefill_time(self.footprint, self.gpu, self.load)
+
+    @property
+    def decode(self) -> PhaseTime:
+        return decode_time(self.footprint, self.gpu, self.load)
+
+    @property
+    def refusal(self) -> str | None:
+        """Why the layout does not fit, None where it does."""
+        if self.fits:
+            return None
+        weights, kv, temp = (
+            f"{size / GIB:.1f}" for size in (self.weights_bytes, self.kv_bytes, self.temp_bytes)
+        )
+        return (
+            f"needs {self.total_bytes / GIB:.1f} GiB a device (weights {weights}, KV of "
+            f"{self.load.rows} x {self.load.context} tokens {kv}, temp {temp}), "
+            f"{self.gpu.name} has {self.gpu.usable_bytes / GIB:.1f}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Refused:
+    """A layout over which the model cannot be split, and why."""
+
+    shape: tuple[int, int, int]
+    refusal: str
+
+
+Candidate = Fitting | Refused
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a model needs on a number of GPUs.
+
+    `chosen` is the asked layout, else the fastest at decode that fits, else the one that needs the
+    least memory; None where the model cannot be split over so many GPUs at all.
+    """
+
+    config: ModelConfig
+    gpu: GPU
+    num_gpus: int
+    load: Workload
+    dtype: str
+    candidates: tuple[Candidate, ...]
+    chosen: Fitting | None
+    min_gpus: int | None
+
+    @property
+    def fits(self) -> bool:
+        return self.chosen is not None and self.chosen.fits
+
+
+def plan_model(
+    config: ModelConfig,
+    gpus: str,
+    *,
+    layout: Layout | None = None,
+    load: Workload | None = None,
+    dtype: str = "bfloat16",
+) -> Plan:
+    """The plan of a model on `gpus`, e.g. "8xH100".
+
+    `layout` is (pipeline, tensor) or (pipeline, tensor, expert); None compares all.
+    Raises: ValueError for an unknown GPU, or a layout of another number of GPUs.
+    """
+    gpu, count = parse_gpus(gpus)
+    load = load or Workload()
+    if layout is None:
+        specs = list(mesh_specs(count))
+    else:
+        specs = [Placement.colocated(layout).prefill]
+        if specs[0].size != count:
+            raise ValueError(
+                f"layout {specs[0]}: expected one of {count} devices, got {specs[0].size}"
+            )
+    candidates = tuple(_candidate(config, spec, gpu, load, dtype) for spec in specs)
+    return Plan(
+        config,
+        gpu,
+        count,
+        load,
+        dtype,
+        candidates,
+        choose(candidates),
+        _least(config, gpu, load, dtype),
+    )
+
+
+def mesh_specs(count: int) -> Iterator[MeshSpec]:
+    """Every layout of so many devices; less pipeline and less expert first."""
+    for pipeline in _divisors(count):
+        for expert in _divisors(count // pipeline):
+            tensor = count // pipeline // expert
+            yield MeshSpec(pipeline=pipeline, expert=expert, tensor=tensor)
+
+
+def choose(candidates: tuple[Candidate, ...]) -> Fitting | None:
+    """The fastest at decode of those that fit, else the one that needs the least memory."""
+    possible = [candidate for candidate in candidates if isinstance(candidate, Fitting)]
+    fitting = [candidate for candidate in possible if candidate.fits]
+    if fitting:
+        return min(fitting, key=lambda found: found.decode.total_s)
+    return min(possible, key=lambda found: found.total_bytes, default=None)
+
+
+def layout_of(spec: MeshSpec) -> tuple[int, int, int]:
+    """(pipeline, tensor, expert) of a mesh."""
+    return (spec.pipeline, spec.tensor, spec.expert)
+
+
+def _candidate(
+    config: ModelConfig, spec: MeshSpec, gpu: GPU, load: Workload, dtype: str
+) -> Candidate:
+    try:
+        layout = StageLayout(config, spec)
+    except ValueError as error:
+        return Refused(layout_of(spec), str(error))
+    return Fitting(Footprint(layout, dtype), gpu, load)
+
+
+def _least(config: ModelConfig, gpu: GPU, load: Workload, dtype: str) -> int | None:
+    """The smallest number of GPUs of which some layout fits."""
+    for count in range(1, MAX_GPUS + 1):
+        for spec in mesh_specs(count):
+            candidate = _candidate(config, spec, gpu, load, dtype)
+            if isinstance(candidate, Fitting) and candidate.fits:
+                return count
+    return None
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]

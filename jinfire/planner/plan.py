@@ -1,0 +1,141 @@
+"""A plan by the names of things, and as a document."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from jinfire.checkpoints import open_checkpoint
+from jinfire.checkpoints.source import read_json
+from jinfire.config import Layout, ModelConfig
+from jinfire.models import parse_config
+from jinfire.models.presets import PRESETS, preset
+from jinfire.planner.footprint import Workload
+from jinfire.planner.gpus import WORKSPACE_BYTES
+from jinfire.planner.layouts import Candidate, Fitting, Plan, plan_model
+from jinfire.planner.roofline import PhaseTime
+from jinfire.planner.verify import verified
+
+
+def plan(
+    model: str | Path | ModelConfig,
+    gpus: str,
+    *,
+    layout: Layout | None = None,
+    dtype: str = "bfloat16",
+    verify: bool = False,
+    show_progress: bool = False,
+    **load: int,
+) -> Plan:
+    """What a model needs on `gpus`, e.g. "8xH100"; `load` are fields of `Workload`.
+
+    `model` is a preset's name, a `config.json`, a checkpoint or a config; weights are not read.
+    `layout` is (pipeline, tensor) or (pipeline, tensor, expert); None compares all. With `verify`
+    the steps of the chosen layout are compiled at full size and say what weights and activations
+    take.
+    Raises: ValueError for what is not known or does not go together; UnsupportedConfig;
+    ToolchainMissing where `verify` finds no compiler.
+    """
+    config = model if isinstance(model, ModelConfig) else read_config(model)
+    found = plan_model(config, gpus, layout=layout, load=Workload(**load), dtype=dtype)
+    if not verify or found.chosen is None:
+        return found
+    compiled = verified(found.chosen, show_progress)
+    candidates = tuple(compiled if each is found.chosen else each for each in found.candidates)
+    return dataclasses.replace(found, chosen=compiled, candidates=candidates)
+
+
+def read_config(model: str | Path) -> ModelConfig:
+    """The config that a name, a file or a folder describes.
+
+    Raises: ValueError listing the names; UnsupportedConfig, CheckpointMismatch.
+    """
+    if str(model) in PRESETS:
+        return parse_config(preset(str(model)))
+    path = Path(model).expanduser()
+    if not path.exists():
+        raise ValueError(
+            f"model: expected a checkpoint, a config.json or one of {', '.join(sorted(PRESETS))}, "
+            f"got {str(model)!r}"
+        )
+    file = path / "config.json" if path.is_dir() else path
+    if file.suffix != ".json" or not file.exists():
+        source = open_checkpoint(path)
+        source.close()
+        return source.config
+    generation = file.with_name("generation_config.json")
+    return parse_config(read_json(file), read_json(generation) if generation.exists() else None)
+
+
+def plan_json(found: Plan) -> dict[str, Any]:
+    """The plan as JSON values. Bytes are of one device where a key does not say otherwise.
+
+    `bytes_per_device.kv` are the pools that the workload asks for; `kv_bytes_left` is what weights
+    and activations leave for pages on all devices together, those pools included.
+    """
+    chosen = found.chosen
+    document: dict[str, Any] = {
+        "fits": found.fits,
+        "min_gpus": found.min_gpus,
+        "layout": None,
+        "bytes_per_device": None,
+        "kv_bytes_left": 0,
+        "kv_tokens_left": 0,
+        "source": "analytic",
+    }
+    if chosen is not None:
+        footprint = chosen.footprint
+        document |= {
+            **_memory_json(chosen),
+            "weights_by_kind": footprint.weights,
+            "temp_by_phase": {
+                "prefill": chosen.prefill_temp_bytes,
+                "decode": chosen.decode_temp_bytes,
+            },
+            "kv_bytes_per_token": footprint.kv_bytes_per_token,
+            "parameters": sum(footprint.parameters.values()),
+            "parameters_by_kind": footprint.parameters,
+            "model_bytes": sum(footprint.model_bytes.values()),
+            "prefill": _time_json(chosen.prefill),
+            "decode": _time_json(chosen.decode),
+            "compiled": chosen.compiled,
+        }
+    document |= {
+        "gpu": {"count": found.num_gpus, **dataclasses.asdict(found.gpu), "kind": "cited"},
+        "usable_bytes": found.gpu.usable_bytes,
+        "workspace_bytes": WORKSPACE_BYTES,
+        "dtype": found.dtype,
+        "workload": found.load,
+        "layouts": [_candidate_json(candidate) for candidate in found.candidates],
+    }
+    return document
+
+
+def _memory_json(found: Fitting) -> dict[str, Any]:
+    return {
+        "layout": found.shape,
+        "bytes_per_device": {
+            "weights": found.weights_bytes,
+            "kv": found.kv_bytes,
+            "temp": found.temp_bytes,
+            "total": found.total_bytes,
+        },
+        "kv_bytes_left": found.kv_bytes_left,
+        "kv_tokens_left": found.kv_tokens_left,
+        "source": found.source,
+    }
+
+
+def _candidate_json(candidate: Candidate) -> dict[str, Any]:
+    if not isinstance(candidate, Fitting):
+        return {"layout": candidate.shape, "fits": False, "refusal": candidate.refusal}
+    return {
+        **_memory_json(candidate),
+        "fits": candidate.fits,
+        "refusal": candidate.refusal,
+        "prefill_s": candidate.prefill.total_s,
+        "decode_s": candidate.decode.total_s,
+    }
+
+
+def _time_json(time: PhaseTime) -> dict[str, Any]:
+    return {**dataclasses.asdict(time), "bound": time.bound}

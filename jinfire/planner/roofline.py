@@ -1,0 +1,172 @@
+"""Least times of prefill and decode: bytes over bandwidth, FLOPs over peak, bytes over links.
+
+A *tick* is the time of one stage for one microbatch. Its memory traffic and its arithmetic overlap,
+so the longer of both counts; collectives do not overlap with either, and wait for each other.
+Launches, latencies and what a kernel loses against the peak are not in it: real steps are longer.
+Source: Williams et al., Roofline (CACM 52/4, 2009); ring all-reduce: Thakur et al. (IJHPCA 2005).
+"""
+
+import dataclasses
+
+from jinfire.config import LayerSpec
+from jinfire.planner.footprint import Footprint, Tensor, Workload, microbatch_rows
+from jinfire.planner.gpus import GPU
+from jinfire.programs.decode import decode_microbatches
+from sharding import Schedule
+
+
+@dataclasses.dataclass(frozen=True)
+class Tick:
+    """What one device reads, computes and sends for one microbatch."""
+
+    weight_bytes: float
+    kv_bytes: float
+    flops: float
+    link_bytes: float
+
+
+@dataclasses.dataclass(frozen=True)
+class PhaseTime:
+    """Predicted time of a phase and its terms.
+
+    `total_s` is that of one prefill chunk on all its stages and microbatches, or of one decode step
+    of all rows. `weights_s`, `kv_s`, `flops_s` and `link_s` are times of a device at work: while it
+    reads weights, reads keys and values, multiplies, and sends. `bubble_s` is what it waits for
+    other stages.
+    """
+
+    tick: Tick
+    microbatches: int
+    weights_s: float
+    kv_s: float
+    flops_s: float
+    link_s: float
+    bubble_s: float
+    total_s: float
+    bubble_fraction: float
+
+    @property
+    def bound(self) -> str:
+        """The term that more of would help least without: what the phase waits for."""
+        memory_s = self.weights_s + self.kv_s
+        terms = {
+            "weights" if self.weights_s >= self.kv_s else "kv": memory_s,
+            "flops": self.flops_s,
+            "links": self.link_s,
+        }
+        return max(terms, key=lambda name: terms[name])
+
+
+def decode_time(footprint: Footprint, gpu: GPU, load: Workload) -> PhaseTime:
+    """One decode step of all rows at their full context."""
+    stages = footprint.layout.mesh_spec.pipeline
+    microbatches = decode_microbatches(stages, load.rows)
+    rows = microbatch_rows(stages, load.rows)
+    tick = _tick(footprint, rows, rows, rows, load.context)
+    schedule = Schedule(stages, microbatches, load.steps)
+    return _phase(footprint, gpu, tick, schedule)
+
+
+def prefill_time(footprint: Footprint, gpu: GPU, load: Workload) -> PhaseTime:
+    """One chunk of each row of a prefill dispatch, in the middle of a prompt of `context`."""
+    stages = footprint.layout.mesh_spec.pipeline
+    tokens = load.prefill_rows * load.chunk
+    tick = _tick(footprint, tokens, load.prefill_rows, 0, (load.context + load.chunk) // 2)
+    return _phase(footprint, gpu, tick, Schedule(stages, stages))
+
+
+def _phase(footprint: Footprint, gpu: GPU, tick: Tick, schedule: Schedule) -> PhaseTime:
+    weights_s = tick.weight_bytes / gpu.bandwidth_bytes_per_s
+    kv_s = tick.kv_bytes / gpu.bandwidth_bytes_per_s
+    flops_s = tick.flops / gpu.peak_flops(footprint.dtype)
+    link_s = tick.link_bytes / gpu.link_bytes_per_s
+    tick_s = max(weights_s + kv_s, flops_s) + link_s
+    ticks, busy = schedule.ticks / schedule.steps, schedule.microbatches
+    return PhaseTime(
+        tick=tick,
+        microbatches=busy,
+        weights_s=weights_s * busy,
+        kv_s=kv_s * busy,
+        flops_s=flops_s * busy,
+        link_s=link_s * busy,
+        bubble_s=tick_s * (ticks - busy),
+        total_s=tick_s * ticks,
+        bubble_fraction=schedule.bubble_fraction,
+    )
+
+
+def _tick(footprint: Footprint, tokens: int, rows: int, head_rows: int, context: int) -> Tick:
+    """One microbatch of `tokens` in `rows`, each token over `context` keys.
+
+    `head_rows` are those of whom the head makes logits.
+    """
+    weight_bytes = flops = 0.0
+    tied = footprint.config.tie_embeddings
+    for tensor, count in footprint.held():
+        is_head = tensor.name == ("embed.weight" if tied else "head.weight")
+        if tensor.name == "embed.weight" and not is_head:
+            continue  # a lookup reads a few rows and multiplies nothing
+        used = head_rows if is_head else tokens
+        size = tensor.device_elements * tensor.itemsize(footprint.dtype) * count
+        weight_bytes += size * _share_read(footprint, tensor, used)
+        if tensor.is_matrix:
+            share = _share_multiplied(footprint, tensor)
+            flops += 2 * used * tensor.device_elements * tensor.values * count * share
+    kv_bytes = 0.0
+    for spec in footprint.layout.slot_specs:
+        keys = _keys(footprint, spec, context)
+        kv_bytes += rows * keys * footprint.layer_kv_bytes
+        flops += tokens * _attention_flops(footprint, spec, keys)
+    return Tick(weight_bytes, kv_bytes, flops, _link_bytes(footprint, tokens, head_rows))
+
+
+def _share_read(footprint: Footprint, tensor: Tensor, tokens: int) -> float:
+    """Share of a tensor that a microbatch reads: of experts those that some token takes."""
+    if tokens == 0:
+        return 0.0
+    experts = footprint.config.experts
+    if experts is None or tensor.kind != "routed_experts":
+        return 1.0
+    return 1 - (1 - experts.per_token / experts.count) ** tokens
+
+
+def _share_multiplied(footprint: Footprint, tensor: Tensor) -> float:
+    """Share of a tensor that one token multiplies; experts are taken evenly."""
+    experts = footprint.config.experts
+    if experts is None or tensor.kind != "routed_experts":
+        return 1.0
+    return experts.per_token / experts.count
+
+
+def _keys(footprint: Footprint, spec: LayerSpec, context: int) -> int:
+    """Keys that a query of a layer sees."""
+    chunk = footprint.config.attention_chunk
+    return min(context, chunk) if chunk and spec.attention == "chunked" else context
+
+
+def _attention_flops(footprint: Footprint, spec: LayerSpec, keys: int) -> float:
+    """Scores and mixture of one query token on one device: 2 products a key and head."""
+    config = footprint.config
+    heads = config.num_heads // footprint.layout.shards
+    latent = config.latent
+    if spec.attention == "latent" and latent is not None:
+        # Queries are brought to the latents, which are keys and values at once.
+        return 2 * heads * keys * (2 * latent.rank + latent.rope_dim)
+    return 2 * heads * keys * 2 * config.head_dim
+
+
+def _link_bytes(footprint: Footprint, tokens: int, head_rows: int) -> float:
+    """Bytes that a device sends: sums over a stage, sums over stages, logits, and the handing on.
+
+    A ring moves 2 (n - 1) / n of an array through every device to sum it over n, and (n - 1) / n to
+    gather it.
+    """
+    config, layout = footprint.config, footprint.layout
+    stages, shards, devices = layout.mesh_spec.pipeline, layout.shards, layout.mesh_spec.size
+    hidden = tokens * config.width * footprint.itemsize
+    sent = 2 * layout.slots * hidden * 2 * (shards - 1) / shards  # after attention, after the MLP
+    sent += hidden * 2 * (devices - 1) / devices  # the embedding
+    if stages > 1:
+        sent += hidden
+        sent += head_rows * config.width * footprint.itemsize * 2 * (stages - 1) / stages
+    return sent + head_rows * config.vocab_size * 4 * (devices - 1) / devices
