@@ -2,13 +2,15 @@
 
 A row is the public thread, what went wrong there, and our tests. It covers the sections of the
 collected cases that concern two meshes, faults, first tokens, paged attention, checkpoints,
-determinism, sampling, stopping and JAX itself; other kinds of model have rows with their models.
+determinism, sampling, stopping and JAX itself; models of experts and latents have theirs in
+model_cases.py.
 """
 
 import ast
 from functools import cache
 from pathlib import Path
 
+import model_cases
 import pytest
 
 TESTS = Path(__file__).parent
@@ -417,7 +419,7 @@ CASES: dict[str, tuple[tuple[str, str, tuple[str, ...]], ...]] = {
             ),
         ),
     ),
-}
+} | model_cases.CASES
 
 
 @cache
