@@ -37,6 +37,9 @@ def exchanges_tokens(num_tokens: int, devices: int) -> bool:
     devices = ROOM·(1 + memory/(2·links)) on: 8, for 4.8 TB/s and 450 GB/s (H200, NVLink 4).
     X cancels. An exchange also waits for about five more collectives, some 50 us: what a thousand
     tokens gain on 16 devices (X 8, D 7168, bfloat16), and more tokens than a decode batch has.
+
+    Compiled for 8 H200s, a layer of Kimi K2.5 needs 741 MB beside its weights for 4,096 tokens,
+    exchanged 236 MB.
     """
     return devices >= EXCHANGE_DEVICES and num_tokens >= EXCHANGE_TOKENS
 
