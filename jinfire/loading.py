@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jinfire.checkpoints import TensorSource
 from jinfire.checkpoints.int4 import GROUP
+from jinfire.checkpoints.source import normalise
 from jinfire.config import ModelConfig
 from jinfire.layout import PhysicalTensor, StageLayout
 from jinfire.models.spec import ParamSpec, abstract_tree
@@ -42,15 +43,14 @@ class RandomSource:
         key = [self._seed, zlib.crc32(name.encode())]
         if len(spec.shape) < 3:
             return _draw(np.random.default_rng(key), spec, spec.shape)[index]
-        experts, rest = range(spec.shape[0])[index[0]], index[1:]
-        if not experts:
-            return _draw(np.random.default_rng(key), spec, (0, *spec.shape[1:]))[:, *rest]
-        return np.stack(
-            [
-                _draw(np.random.default_rng([*key, expert]), spec, spec.shape[1:])[rest]
-                for expert in experts
-            ]
-        )
+        experts, *rest = normalise(index, spec.shape)
+        drawn = [
+            _draw(np.random.default_rng([*key, expert]), spec, spec.shape[1:])[tuple(rest)]
+            for expert in range(experts.start, experts.stop)
+        ]
+        if drawn:
+            return np.stack(drawn)
+        return _draw(np.random.default_rng(key), spec, (0, *spec.shape[1:]))[:, *rest]
 
     def close(self) -> None:
         """Nothing to release."""

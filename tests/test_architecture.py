@@ -26,7 +26,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("models.spec", "models.family", "models.hf_quantization"),
     (
         *("models.llama", "models.llama4", "models.mixtral", "models.qwen3", "models.qwen3_moe"),
-        "models.deepseek",
+        *("models.deepseek", "models.reduction"),
     ),
     ("models",),
     ("checkpoints.source", "checkpoints.int4", "checkpoints.config_json", "layout"),
@@ -42,7 +42,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("model", "engine", "training"),
     ("cli.console",),
     ("cli.options", "cli.running"),
-    ("cli.generate", "cli.chat", "cli.inspect", "cli.fetch", "cli.demo"),
+    ("cli.generate", "cli.chat", "cli.inspect", "cli.fetch", "cli.init", "cli.demo"),
     ("cli",),
     ("__main__",),
     ("",),  # jinfire/__init__.py re-exports

@@ -12,9 +12,10 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from editing import edit_json, edit_tensors, stored_tensors
 from jax.sharding import NamedSharding, PartitionSpec
 from safetensors import safe_open
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 from jinfire.checkpoints import load_tokenizer, open_checkpoint, restore, save
 from jinfire.checkpoints.config_json import config_from_json, config_to_json
@@ -41,26 +42,12 @@ def copy(golden, tmp_path) -> Callable[[str], Path]:
     return copied
 
 
-def edit_json(path: Path, change: Callable[[dict], object]) -> None:
-    content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
-
-
-def edit_tensors(path: Path, change: Callable[[dict], object]) -> None:
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path)
-
-
 # --- Hugging Face
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_golden_checkpoints_read_back_bit_for_bit(golden, case):
-    stored = {}
-    for path in golden(case).glob("*.safetensors"):
-        stored |= load_file(path)
+    stored = stored_tensors(golden(case))
     source = open_checkpoint(golden(case))
     tree = abstract_tree(source.config)
     forms = stored_forms(source.config, MODELS[source.config.family].tensor_names)

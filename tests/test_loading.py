@@ -1,5 +1,6 @@
 """Weights on their way to devices: memory, dtypes, and checkpoints stored on another layout."""
 
+import dataclasses
 import json
 import shutil
 import subprocess
@@ -7,6 +8,7 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -17,10 +19,12 @@ from safetensors.numpy import save_file
 from jinfire import Engine, Placement, SamplingParams
 from jinfire.checkpoints import open_checkpoint, restore, save
 from jinfire.checkpoints.stored import stored_forms
+from jinfire.config import ExpertsConfig, LatentConfig, LayerSpec
 from jinfire.layout import RULES, StageLayout
-from jinfire.loading import load_params
+from jinfire.loading import RandomSource, load_params
 from jinfire.models import MODELS
 from jinfire.models.spec import abstract_tree
+from pallas_kernels import unpack_from_device
 from sharding import MeshSpec, make_mesh, partition_spec
 
 # A quarter of it is one tensor: room for a loader to be wasteful, and for the bound to see it.
@@ -205,3 +209,83 @@ def test_engine_from_a_store_continues_alike(stored, golden):
     rows = [row[:length].tolist() for row, length in zip(prompts, lengths, strict=True)]
     outputs = engine.generate(rows, params)
     assert [output.token_ids for output in outputs] == expected.tolist()
+
+
+# --- experts
+
+INT4 = tiny_config(
+    family="kimi_k2",
+    width=64,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=16,
+    latent=LatentConfig(query_rank=24, rank=16, nope_dim=8, rope_dim=8, value_dim=8),
+    experts=ExpertsConfig(
+        count=4, per_token=2, width=32, router="sigmoid", shared_width=32, int4=True
+    ),
+)
+INT4 = dataclasses.replace(INT4, layers=(LayerSpec(attention="latent", mlp="experts"),) * 3)
+
+
+def test_tensors_with_a_dtype_of_their_own_keep_it():
+    """Where a stage has no layer, too: its zeros are as wide as the others' values."""
+    source = RandomSource(INT4)
+    params = placed(source, (2, 1), ml_dtypes.bfloat16)
+    kinds = {
+        "mlp.router.weight": ml_dtypes.bfloat16,
+        "mlp.router.bias": np.float32,
+        "mlp.experts.gate.packed": np.int32,
+        "mlp.experts.down.scale": ml_dtypes.bfloat16,
+        "mlp.shared.up.weight": ml_dtypes.bfloat16,
+    }
+    wide = placed(source, (2, 1), np.float32)
+    for name, dtype in kinds.items():
+        array = params[f"layers.1.{name}"]
+        assert array.dtype == dtype
+        assert not np.any(np.asarray(array[1])), "the second stage has one layer"
+        stored = source.read(f"layers.1.{name}", ())
+        assert np.asarray(array[0]).tobytes() == stored.astype(dtype).tobytes()
+        own = abstract_tree(INT4)[f"layers.1.{name}"].dtype
+        assert wide[f"layers.1.{name}"].dtype == np.dtype(own or np.float32)
+
+
+def test_random_experts_are_drawn_one_by_one():
+    source = RandomSource(INT4, seed=3)
+    for name, spec in abstract_tree(INT4).items():
+        whole = source.read(name, ())
+        assert whole.shape == spec.shape
+        if len(spec.shape) == 3:
+            index = (slice(1, 3), slice(2, 5), slice(1, 2))
+            assert source.read(name, index).tobytes() == whole[index].tobytes()
+            assert source.read(name, (slice(2, 2),)).shape == (0, *spec.shape[1:])
+            assert len({expert.tobytes() for expert in whole}) == spec.shape[0]
+    assert np.any(source.read("embed.weight", ()) != RandomSource(INT4, 4).read("embed.weight", ()))
+
+
+@pytest.mark.parametrize("int4", [True, False])
+def test_random_experts_keep_the_size_of_what_they_multiply(int4):
+    assert INT4.experts is not None
+    config = dataclasses.replace(
+        INT4, width=256, experts=dataclasses.replace(INT4.experts, width=128, int4=int4)
+    )
+    source = RandomSource(config)
+    for name, columns in (("gate", 256), ("down", 128)):
+        prefix = f"layers.0.mlp.experts.{name}"
+        if int4:
+            packed, scales = (source.read(f"{prefix}.{kind}", ()) for kind in ("packed", "scale"))
+            assert np.all(scales > 0)
+            weights = dequantise(packed, scales).astype(np.float32)
+        else:
+            weights = source.read(f"{prefix}.weight", ())
+        assert weights.shape[-1] == columns
+        assert abs(float(np.sqrt(np.mean(weights**2))) * columns**0.5 - 1) < 0.05
+    bias = source.read("layers.0.mlp.router.bias", ())
+    assert bias.dtype == np.float32
+    assert 0 < np.abs(bias).max() < 0.1
+
+
+def dequantise(packed: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    words, turned = map(np.asarray, unpack_from_device(jnp.asarray(packed), jnp.asarray(scales)))
+    nibbles = words.view(np.uint32)[..., None] >> np.arange(0, 32, 4, dtype=np.uint32) & 15
+    values = nibbles.reshape(*words.shape[:-1], -1).astype(np.float32) - 8
+    return values * np.repeat(turned.astype(np.float32), 32, axis=-1)

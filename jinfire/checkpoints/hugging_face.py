@@ -39,6 +39,7 @@ DTYPES = {
         "I64": np.int64,
     }.items()
 }
+DTYPE_NAMES = {code: kind.name for code, kind in DTYPES.items()}
 # Buffers that old writers saved although they follow from the config.
 HARMLESS_SUFFIXES = (".rotary_emb.inv_freq",)
 # Pages of one opening of a file, as a part of what is read.
@@ -158,13 +159,7 @@ class HuggingFaceSource:
             raise CheckpointMismatch(f"{index}: expected a weight_map of tensor names to files")
         shards: dict[str, set[str]] = {}
         for tensor, shard in weight_map.items():
-            if (
-                not isinstance(shard, str)
-                or not shard.endswith(".safetensors")
-                or Path(shard).name != shard
-                or "\\" in shard
-                or "\0" in shard
-            ):
+            if not isinstance(shard, str) or (shard not in shards and not _is_plain(shard)):
                 raise CheckpointMismatch(
                     f"{index}: {tensor}: expected the plain name of a safetensors file, "
                     f"got {shard!r}"
@@ -292,9 +287,19 @@ def _native(family: ModelFamily, logical: str) -> str:
     return stored
 
 
+def _is_plain(shard: str) -> bool:
+    """Whether it is the name of a safetensors file of the folder, not a path elsewhere."""
+    return (
+        shard.endswith(".safetensors")
+        and Path(shard).name == shard
+        and "\\" not in shard
+        and "\0" not in shard
+    )
+
+
 def _name(code: str) -> str:
     """NumPy's name of a dtype, or the file's own where it is none that is read."""
-    return DTYPES[code].name if code in DTYPES else code
+    return DTYPE_NAMES.get(code, code)
 
 
 def _tensors_beyond_end(path: Path) -> list[str]:

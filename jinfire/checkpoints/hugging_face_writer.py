@@ -22,6 +22,7 @@ from jinfire.checkpoints.stored import Copy, Form, stored_forms
 from jinfire.config import ModelConfig
 from jinfire.models import MODELS, parse_config
 from jinfire.models.spec import abstract_tree
+from jinfire.progress import progress
 
 # As transformers writes them.
 SHARD_BYTES = 5 * 10**9
@@ -121,7 +122,8 @@ def _native_tensors(model_type: str, source: TensorSource) -> Iterator[tuple[str
         for native, _ in form.natives():
             waiting[native] = waiting.get(native, 0) + 1
     begun: dict[str, np.ndarray] = {}
-    for name, form in forms.items():
+    for name in progress(forms, desc="write weights"):
+        form = forms[name]
         whole = tuple(slice(0, size) for size in form.shape)
         values = source.read(name, whole)
         shapes = {native: expected.shape for native, expected in form.natives()}

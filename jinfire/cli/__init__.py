@@ -8,9 +8,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from jinfire.cli import chat, console, demo, fetch, generate, inspect
+from jinfire.cli import chat, console, demo, fetch, generate, init, inspect
 
-COMMANDS = (generate, chat, inspect, fetch, demo)
+COMMANDS = (generate, chat, inspect, init, fetch, demo)
 
 EPILOG = """\
 examples:
