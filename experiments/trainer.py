@@ -34,7 +34,7 @@ class TrainConfig:
     """
 
     model: str
-    steps: int = 1000
+    steps: int = 600
     batch: int = 8
     learning_rate: float = 3e-3
     warm_up: int = 50
