@@ -17,6 +17,7 @@ from jinfire.kvcache.page_table import PagePool
 from jinfire.loading import RandomSource
 
 VOCAB = 97
+LOGPROB_TOLERANCE = 1e-4  # far above the float32 difference of two layouts, which is about 1e-6
 MODEL = tiny_config(layers=3, vocab_size=VOCAB, num_heads=4, rope=RopeConfig())
 
 PLACEMENTS = {
@@ -222,3 +223,16 @@ def same(one: RequestOutput, other: RequestOutput) -> None:
     assert one.token_ids == other.token_ids
     assert one.text == other.text
     assert one.finish_reason is other.finish_reason
+
+
+def assert_same_output(output: RequestOutput, expected: RequestOutput) -> None:
+    """The same request run on two layouts: equal tokens, log-probabilities but for rounding."""
+    assert output.token_ids == expected.token_ids
+    assert output.finish_reason == expected.finish_reason
+    assert (output.logprobs is None) == (expected.logprobs is None)
+    for step, wanted in zip(output.logprobs or (), expected.logprobs or (), strict=True):
+        assert step.token_id == wanted.token_id
+        assert [token for token, _ in step.top] == [token for token, _ in wanted.top]
+        values = [step.logprob, *(value for _, value in step.top)]
+        wanted_values = [wanted.logprob, *(value for _, value in wanted.top)]
+        np.testing.assert_allclose(values, wanted_values, rtol=0, atol=LOGPROB_TOLERANCE)

@@ -9,6 +9,7 @@ import itertools
 import jax
 import numpy as np
 import pytest
+from engines import LOGPROB_TOLERANCE, assert_same_output
 from helpers import (
     Oracle,
     logical_pages,
@@ -33,7 +34,6 @@ PROMPTS = dict(zip(LENGTHS, random_prompts(LENGTHS, 61), strict=True))
 MAX_TOKENS = (1, 2, 8, 14)  # the last one outgrows the pages that are reserved at first
 
 SAFE_MARGIN = 1e-3  # far above the float32 difference of two layouts, which is about 1e-6
-LOGPROB_TOLERANCE = 1e-4
 
 SIZES = ((1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (4, 1))
 SHORT = {
@@ -112,18 +112,6 @@ def test_single_device_is_right(requests, single_device):
             assert abs(step.logprob - values[step.token_id]) < LOGPROB_TOLERANCE
 
 
-def assert_same(output: RequestOutput, expected: RequestOutput) -> None:
-    assert output.token_ids == expected.token_ids
-    assert output.finish_reason == expected.finish_reason
-    assert (output.logprobs is None) == (expected.logprobs is None)
-    for step, wanted in zip(output.logprobs or (), expected.logprobs or (), strict=True):
-        assert step.token_id == wanted.token_id
-        assert [token for token, _ in step.top] == [token for token, _ in wanted.top]
-        values = [step.logprob, *(value for _, value in step.top)]
-        wanted_values = [wanted.logprob, *(value for _, value in wanted.top)]
-        np.testing.assert_allclose(values, wanted_values, rtol=0, atol=LOGPROB_TOLERANCE)
-
-
 @pytest.mark.parametrize(
     "pair",
     [
@@ -142,7 +130,7 @@ def test_tokens_are_those_of_a_single_device(pair, requests, single_device):
     for _ in range(2):
         outputs = run(engine, requests)
         for output, expected in zip(outputs, single_device, strict=True):
-            assert_same(output, expected)
+            assert_same_output(output, expected)
         assert engine.stats()["free_pages"] == free
 
     page_bytes = PAGE * engine.stats()["kv_bytes_per_token"]

@@ -1,0 +1,109 @@
+"""Tokens of expert and latent models do not depend on the placement, expert axis included.
+
+The models are the reference's tiny Llama 4, Kimi K2.5 with 4-bit experts and Qwen3-MoE, whose
+single-device tokens test_golden.py compares with transformers. A size is (pipeline, tensor,
+expert).
+"""
+
+import itertools
+
+import pytest
+from engines import assert_same_output, check_idle, greedy
+from helpers import margins, random_prompts
+
+from jinfire import Engine, EngineConfig, Placement, RequestOutput, SamplingParams
+
+PAGE, CHUNK = 4, 16
+CONFIG = EngineConfig(
+    page_size=PAGE,
+    max_rows=8,
+    max_context=56,
+    row_buckets=(),
+    context_buckets=(),
+    prefill_shapes=((2, CHUNK),),
+    decode_steps=3,
+)
+# Borders of a page and of a prefill chunk, and past the attention chunk of 24 tokens.
+LENGTHS = (1, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE + 1, CHUNK, CHUNK + 1, 25, 2 * CHUNK + 1)
+MAX_TOKENS = (1, 2, 8)
+SAFE_MARGIN = 1e-3
+
+SIZES = ((1, 1, 1), (1, 2, 1), (2, 1, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2), (1, 1, 4), (4, 1, 1))
+# 4-bit experts of width 32 are one group of values, which no tensor axis splits.
+MODELS = {
+    "llama4_nested_scout_f32": SIZES,
+    "kimi_k25_int4_sharded": tuple(size for size in SIZES if size[1] == 1),
+    "qwen3_moe_f32": tuple(size for size in SIZES if size[0] <= 3),  # it has 3 layers
+}
+SHORT = {
+    ("llama4_nested_scout_f32", (1, 1, 4), (2, 1, 1)),
+    ("kimi_k25_int4_sharded", (4, 1, 1), (2, 1, 2)),
+    ("qwen3_moe_f32", (1, 2, 2), (1, 1, 2)),
+}
+GRID = [
+    (model, prefill, decode)
+    for model, sizes in MODELS.items()
+    for prefill, decode in [*itertools.product(sizes, sizes), *((size, None) for size in sizes)]
+]
+
+Requests = list[tuple[list[int], SamplingParams]]
+
+
+def requests() -> Requests:
+    """All lengths greedily, with token counts in turn, and a drawn one of each length."""
+    prompts = random_prompts(LENGTHS, 250)
+    made = [
+        (prompt, greedy(count, logprobs=3))
+        for prompt, count in zip(prompts, itertools.cycle(MAX_TOKENS), strict=False)
+    ]
+    return made + [(p, SamplingParams(max_tokens=8, seed=len(p), top_p=0.9)) for p in prompts]
+
+
+def run(engine: Engine) -> list[RequestOutput]:
+    prompts, params = zip(*requests(), strict=True)
+    return engine.generate(prompts, params)
+
+
+@pytest.fixture(scope="module")
+def single_device(golden):
+    """`single_device(model)`: outputs of one device."""
+    made: dict[str, list[RequestOutput]] = {}
+
+    def outputs(model: str) -> list[RequestOutput]:
+        if model not in made:
+            engine = Engine.from_pretrained(golden(model), dtype="float32", config=CONFIG)
+            made[model] = run(engine)
+            for output in made[model]:
+                if output.logprobs:
+                    assert min(margins(output)) > SAFE_MARGIN
+        return made[model]
+
+    return outputs
+
+
+def name(model: str, prefill: tuple[int, ...], decode: tuple[int, ...] | None) -> str:
+    sizes = ["x".join(map(str, size)) for size in (prefill, decode) if size]
+    return f"{model.split('_')[0]}_" + ("_to_".join(sizes) if decode else f"on_{sizes[0]}")
+
+
+@pytest.mark.parametrize(
+    ("model", "prefill", "decode"),
+    [
+        pytest.param(*case, id=name(*case), marks=() if case in SHORT else pytest.mark.long)
+        for case in GRID
+    ],
+)
+def test_tokens_are_those_of_a_single_device(golden, single_device, model, prefill, decode):
+    placement = (
+        Placement.disaggregated(prefill=prefill, decode=decode)
+        if decode
+        else Placement.colocated(prefill)
+    )
+    engine = Engine.from_pretrained(
+        golden(model), dtype="float32", placement=placement, config=CONFIG
+    )
+    # The second round finds the first one's prefixes.
+    for _ in range(2):
+        for output, expected in zip(run(engine), single_device(model), strict=True):
+            assert_same_output(output, expected)
+        check_idle(engine)
