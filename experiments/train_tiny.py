@@ -44,7 +44,7 @@ def configs(smoke: bool) -> list[TrainConfig]:
         changes = {"steps": 6, "warm_up": 2, "save_every": 3, "held_out_rows": 16}
     both = [
         TrainConfig(model=f"llama4-{size}", balance_weight=0.01),
-        TrainConfig(model=f"kimi-{size}", bias_rate=1e-3),
+        TrainConfig(model=f"kimi-{size}", bias_rate=1e-2),
     ]
     return [dataclasses.replace(config, **changes) for config in both]
 
