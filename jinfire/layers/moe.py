@@ -139,18 +139,24 @@ class Experts(nnx.Module):
         are not here, and give zeros.
         """
         num_chosen = ids_TX.shape[1]
-        ids_M = ids_TX.reshape(-1)
-        key_M = jnp.where((ids_M >= 0) & (ids_M < count), ids_M, count)
-        order_M = jnp.argsort(key_M, stable=True).astype(jnp.int32)
-        experts = jnp.arange(count, dtype=key_M.dtype)
-        sizes_E = jnp.sum(key_M[:, None] == experts[None], axis=0, dtype=jnp.int32)
-        # A token takes an expert once, so no more than this many rows have one here.
+        experts = jnp.arange(count, dtype=ids_TX.dtype)
+        taken_TE = jnp.any(ids_TX[:, :, None] == experts[None, None], axis=1).astype(jnp.int32)
+        sizes_E = jnp.sum(taken_TE, axis=0)
+        # A token takes an expert once, so no more than this many rows have one here, and rows are
+        # sorted by counting: a GPU's compiler makes kernels of its own for every sort it meets.
         most = rows_TD.shape[0] * min(num_chosen, count)
-        x_MD = rows_TD[order_M[:most] // num_chosen]
+        before_TE = jnp.cumsum(taken_TE, axis=0) - taken_TE
+        start_E = jnp.cumsum(sizes_E) - sizes_E
+        is_here_TX = (ids_TX >= 0) & (ids_TX < count)
+        place_TX = jnp.take_along_axis(
+            before_TE + start_E[None], jnp.where(is_here_TX, ids_TX, 0), axis=1
+        )
+        place_M = jnp.where(is_here_TX, place_TX, most).reshape(-1)
+        row_M = jnp.arange(place_M.shape[0], dtype=jnp.int32) // num_chosen
+        row_M = jnp.zeros(most, jnp.int32).at[place_M].set(row_M, mode="drop")
+        x_MD = rows_TD[row_M]
         inner_MF = jax.nn.silu(self.gate(x_MD, sizes_E)) * self.up(x_MD, sizes_E)
         out_MD = self.down(inner_MF, sizes_E)
-        places = jnp.arange(order_M.shape[0], dtype=jnp.int32)
-        place_M = jnp.zeros_like(order_M).at[order_M].set(places, unique_indices=True)
         # Gathered, never added up where they lie: the order of a sum would be another token's
         # business. Places past the end are of rows without an expert here.
         chosen_MD = jnp.take(out_MD, place_M, axis=0, mode="fill", fill_value=0)
