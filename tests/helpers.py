@@ -75,7 +75,7 @@ def tiny_source(config: ModelConfig, seed: int = 0) -> ChangedSource:
     """Random weights with random norm scales too, so that a scale left out shows."""
 
     def change(name: str, values: np.ndarray) -> np.ndarray:
-        if not name.endswith(".scale"):
+        if not name.endswith("norm.scale"):
             return values
         generator = np.random.default_rng([seed, zlib.crc32(name.encode())])
         return values * generator.uniform(0.5, 1.5, values.shape).astype(np.float32)

@@ -5,13 +5,15 @@ single-device tokens test_golden.py compares with transformers. A size is (pipel
 expert).
 """
 
+import dataclasses
 import itertools
 
 import pytest
 from engines import assert_same_output, check_idle, greedy
-from helpers import margins, random_prompts
+from helpers import margins, random_prompts, tiny_source
 
 from jinfire import Engine, EngineConfig, Placement, RequestOutput, SamplingParams
+from jinfire.checkpoints import open_checkpoint
 
 PAGE, CHUNK = 4, 16
 CONFIG = EngineConfig(
@@ -107,3 +109,20 @@ def test_tokens_are_those_of_a_single_device(golden, single_device, model, prefi
         for output, expected in zip(run(engine), single_device(model), strict=True):
             assert_same_output(output, expected)
         check_idle(engine)
+
+
+@pytest.mark.long
+def test_61_layers_over_8_stages(golden):
+    """As many layers as Kimi K2.5 has, one dense: slots of two kinds, stages of 8 and 7 layers."""
+    config = open_checkpoint(golden("kimi_k25_f32")).config
+    first, *_, last = config.layers
+    config = dataclasses.replace(config, layers=(first, *(last,) * 60))
+    prompts = random_prompts((3, 2 * CHUNK + 1), 250)
+    params = greedy(6, logprobs=3)
+    outputs = [
+        Engine(tiny_source(config), placement=placement, config=CONFIG).generate(prompts, params)
+        for placement in (Placement.colocated((1, 1)), Placement.colocated((8, 1)))
+    ]
+    for output, expected in zip(outputs[1], outputs[0], strict=True):
+        assert min(margins(expected)) > SAFE_MARGIN
+        assert_same_output(output, expected)
