@@ -26,8 +26,12 @@ from experiments.harness import (
     unfinished,
     write_row,
 )
+from experiments.kv_capacity import KV_CAPACITY
+from experiments.parallelism import PARALLELISM
 
-EXPERIMENTS: dict[str, Experiment] = {e.name: e for e in (DISAGGREGATION, ENGINE_SPEED)}
+EXPERIMENTS: dict[str, Experiment] = {
+    e.name: e for e in (DISAGGREGATION, ENGINE_SPEED, KV_CAPACITY, PARALLELISM)
+}
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 
