@@ -343,7 +343,9 @@ def test_compiled_steps_hold_what_was_counted() -> None:
     }
     estimated = dataclasses.replace(found, compiled=None)
     for name in ("prefill_temp_bytes", "decode_temp_bytes"):
-        assert getattr(found, name) == pytest.approx(getattr(estimated, name), rel=0.5)
+        assert getattr(found, name) == pytest.approx(
+            getattr(estimated, name), rel=0.5, abs=8 * 2**20
+        )
 
 
 @pytest.mark.long
