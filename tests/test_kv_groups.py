@@ -5,6 +5,7 @@ Tokens are compared with the forward pass without a cache. Pages that nobody may
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import numpy as np
@@ -13,7 +14,7 @@ from engines import check_idle, fill_nan, greedy, page_sets, pools, unowned_page
 from helpers import margins, random_prompts, tiny_config, tiny_source
 
 from jinfire import Engine, EngineConfig, Model, Placement
-from jinfire.config import LatentConfig, LayerSpec, RopeConfig
+from jinfire.config import ExpertsConfig, LatentConfig, LayerSpec, RopeConfig
 from jinfire.kvcache.page_set import FULL, LOCAL, ring_pages
 from jinfire.kvcache.page_table import pages_for
 from jinfire.sequence import Sequence, SequenceState
@@ -229,3 +230,61 @@ def test_same_bits_after_a_hit_and_in_company():
     for output in (again, company):
         assert output.token_ids == alone.token_ids
         assert output.logprobs == alone.logprobs
+
+
+# Llama 4 Maverick in small: chunked and unrotated layers, every other one with experts.
+MAVERICK = dataclasses.replace(
+    CHUNKED,
+    layers=(
+        LOCAL_LAYER,
+        LayerSpec("chunked", "experts", LOCAL),
+        LayerSpec("unrotated", "experts", FULL),
+    )
+    * 2,
+    experts=ExpertsConfig(count=4, per_token=1, width=16, router="scaled_input", shared_width=48),
+)
+# DeepSeek-V3 in small: latents, a dense layer in front.
+DEEPSEEK = dataclasses.replace(
+    LATENT,
+    layers=(LayerSpec("latent"), *(LayerSpec("latent", "experts"),) * 4),
+    experts=ExpertsConfig(
+        count=8,
+        per_token=3,
+        width=16,
+        router="sigmoid",
+        normalise=True,
+        scaling=2.5,
+        groups=4,
+        groups_per_token=2,
+        shared_width=48,
+    ),
+)
+
+
+EXPERT_PLACEMENTS = {
+    "colocated 1x1x2": Placement.colocated((1, 1, 2)),
+    "2x1x2 to 1x2x2": Placement.disaggregated((2, 1, 2), (1, 2, 2)),
+    "1x2 to 4x1": Placement.disaggregated((1, 2), (4, 1)),
+}
+LONG = {("maverick", "1x2 to 4x1"), ("deepseek", "colocated 1x1x2")}
+
+
+@pytest.mark.parametrize(
+    ("model", "placement"),
+    [
+        pytest.param(model, placement, marks=[pytest.mark.long] * ((model, placement) in LONG))
+        for model, placement in itertools.product(("maverick", "deepseek"), EXPERT_PLACEMENTS)
+    ],
+)
+def test_experts_over_their_own_axis(model, placement):
+    """Heads, latents and dense parts over expert x tensor, and stages with empty slots."""
+    model = {"maverick": MAVERICK, "deepseek": DEEPSEEK}[model]
+    where = EXPERT_PLACEMENTS[placement]
+    engine = Engine(tiny_source(model, 1), placement=where, config=config())
+    prompts = random_prompts([1, 3, 13, 29], model.vocab_size, seed=10)
+    names = [engine.submit(prompt, greedy(8, logprobs=2)) for prompt in prompts]
+    while engine.has_work:
+        poison(engine)
+        engine.step()
+    check(model, prompts, [engine.pop_output(name) for name in names], 8)
+    check_idle(engine)
