@@ -2,11 +2,16 @@
 
 import dataclasses
 import json
+import sys
 
 import pytest
 from commands import errors, last_json, run
 from helpers import tiny_config
 
+import jinfire as jf
+from experiments.harness import Options, as_dict, make_row
+from experiments.kv_capacity import KV_CAPACITY
+from experiments.parallelism import PARALLELISM
 from jinfire.config import ExpertsConfig, LatentConfig, LayerSpec
 from jinfire.layout import StageLayout
 from jinfire.loading import RandomSource, load_params
@@ -17,7 +22,7 @@ from jinfire.planner.gpus import GIB, GPUS, parse_gpus
 from jinfire.planner.layouts import Fitting, Refused, mesh_specs, plan_model
 from jinfire.planner.roofline import decode_time, prefill_time
 from jinfire.weights import parse_dtype
-from pallas_kernels import TARGET_NAMES
+from pallas_kernels import TARGET_NAMES, ToolchainMissing
 from sharding import MeshSpec, make_mesh, split_devices
 
 SMALL_LOAD = Workload(rows=8, context=48, chunk=16, steps=4, page_size=8)
@@ -306,6 +311,78 @@ def test_gpus() -> None:
         assert gpu.source
         assert gpu.target is None or gpu.target in TARGET_NAMES
         assert 0.9 * gpu.memory_bytes < gpu.usable_bytes < gpu.memory_bytes
+
+
+# Compiled.
+
+
+def test_compiled_steps_hold_what_was_counted() -> None:
+    """Two layers with the kernels inside, for GPUs that are not there."""
+    config = dataclasses.replace(
+        parse_config(preset("llama-3.1-8b")),
+        layers=(LayerSpec(),) * 2,
+        vocab_size=4096,
+        bos_id=None,
+        eos_ids=frozenset(),
+    )
+    try:
+        found = jf.plan(config, "2xH100", layout=(1, 2), verify=True).chosen
+    except ToolchainMissing as missing:
+        if sys.platform == "linux":
+            raise
+        pytest.skip(str(missing))
+    assert found is not None
+    assert found.source == "compiled"
+    assert found.compiled is not None
+    counted = sum(found.footprint.weights.values())
+    assert counted <= found.weights_bytes <= counted + 2**20  # tables and row state
+    assert found.compiled.kernels == {
+        "prefill_attention": 2,
+        "paged_attention": 2,
+        "paged_attention_combine": 2,
+    }
+    estimated = dataclasses.replace(found, compiled=None)
+    for name in ("prefill_temp_bytes", "decode_temp_bytes"):
+        assert getattr(found, name) == pytest.approx(
+            getattr(estimated, name), rel=0.5, abs=8 * 2**20
+        )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", [(1, 8), (2, 4), (1, 1, 8)])
+def test_kimi_compiled_at_full_size(layout) -> None:
+    found = jf.plan("kimi-k2.5", "8xH100", layout=layout, verify=True).chosen
+    assert found is not None
+    assert found.compiled is not None
+    assert found.fits
+    assert found.kv_bytes_left > 30 * GIB
+    assert found.decode_temp_bytes <= 2 * GIB
+    assert found.compiled.host_bytes <= 4 * GIB
+
+
+@pytest.mark.long
+def test_scout_compiled_at_full_size() -> None:
+    found = jf.plan("llama-4-scout", "2xH200", layout=(1, 2), verify=True).chosen
+    assert found is not None
+    assert found.compiled is not None
+    assert found.kv_bytes_left > 56 * GIB
+    assert found.kv_tokens_left > 1.2e6
+
+
+# Experiments.
+
+
+@pytest.mark.parametrize("experiment", [KV_CAPACITY, PARALLELISM], ids=lambda e: e.name)
+def test_experiments_on_no_device(experiment) -> None:
+    configs = experiment.configs(True)
+    rows = [
+        make_row(experiment, measured, 0.0, smoke=True)
+        for measured in experiment.run(configs, Options())
+    ]
+    assert [row["config"] for row in rows] == [as_dict(config) for config in configs]
+    assert {row["kind"] for row in rows} <= {"analytic", "cited"}
+    (table,) = experiment.tables.values()
+    assert table(rows).rows
 
 
 # The command.

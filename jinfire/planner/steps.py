@@ -1,6 +1,6 @@
 """The whole steps of a layout, compiled at full size for GPUs that are not there.
 
-    python -m jinfire.planner.steps DOCUMENT    # in a process that compiles for GPUs
+    python -m jinfire.planner.steps FILE    # in a process that compiles for GPUs
 
 `jinfire/planner/verify.py` starts that process. It prints what the compiler says as one JSON
 document, and how far it is on stderr.
@@ -13,6 +13,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -78,4 +79,5 @@ def _note(text: str) -> None:
 
 
 if __name__ == "__main__":
-    print(json.dumps(dataclasses.asdict(compile_steps(json.loads(sys.argv[1])))))
+    asked = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    print(json.dumps(dataclasses.asdict(compile_steps(asked))))

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import tempfile
+from pathlib import Path
 
 from jinfire.checkpoints.config_json import config_to_json
 from jinfire.planner.gpus import GPUS
@@ -26,7 +28,8 @@ def verified(found: Fitting, show_progress: bool = False) -> Fitting:
         "load": dataclasses.asdict(found.load),
         "num_pages": found.footprint.pool_pages(found.load),
     }
-    text = run_python(
-        *("-m", "jinfire.planner.steps", json.dumps(document)), show_progress=show_progress
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "steps.json"
+        path.write_text(json.dumps(document), encoding="utf-8")
+        text = run_python("-m", "jinfire.planner.steps", str(path), show_progress=show_progress)
     return dataclasses.replace(found, compiled=Compiled(**json.loads(text)))

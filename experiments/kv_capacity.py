@@ -1,0 +1,184 @@
+"""How many tokens of keys and values large models leave room for, beside published figures.
+
+Weights and activations come from the whole sharded steps, compiled at full size for GPUs that are
+not there: the compiler says what every device holds.
+"""
+
+import dataclasses
+import itertools
+import sys
+from collections.abc import Iterator, Sequence
+
+from tqdm import tqdm
+
+import jinfire as jf
+from experiments.harness import Config, Experiment, Measured, Options, Row
+from experiments.tables import Cell, Table, number, provenance
+
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class KVCapacityConfig:
+    """One model on one layout. `layout` None is what somebody else published of theirs."""
+
+    model: str
+    gpus: str
+    layout: tuple[int, int, int] | None
+    rows: int = 8
+    context: int = 8192
+    chunk: int = 1024
+    dtype: str = "bfloat16"
+    verify: bool = True
+
+
+# "More than" these. Source: the Cloudflare blog on large models on Workers AI; of the rows and the
+# context that they hold for nothing is said.
+PUBLISHED = {
+    ("kimi-k2.5", "8xH100"): {"kv_bytes_left": 30 * GIB},
+    ("llama-4-scout", "2xH200"): {"kv_bytes_left": 56 * GIB, "kv_tokens_left": 1_200_000},
+}
+
+
+def configs(smoke: bool) -> list[KVCapacityConfig]:
+    if smoke:
+        small = {"rows": 2, "context": 1024, "chunk": 128, "verify": False}
+        return [
+            KVCapacityConfig("smollm2-135m", "1xH100", (1, 1, 1), **small),
+            KVCapacityConfig("llama-4-scout", "2xH200", (1, 2, 1), **small),
+            KVCapacityConfig("llama-4-scout", "2xH200", None),
+        ]
+    layouts = {
+        ("kimi-k2.5", "8xH100"): ((1, 8, 1), (2, 4, 1), (1, 1, 8), (1, 4, 2), (4, 2, 1)),
+        ("kimi-k2.5", "7xH100"): ((7, 1, 1),),
+        ("kimi-k2.5", "8xH200"): ((1, 8, 1), (2, 4, 1)),
+        ("llama-4-scout", "2xH200"): ((1, 2, 1), (1, 1, 2), (2, 1, 1)),
+        ("llama-4-scout", "4xH100"): ((1, 4, 1),),
+    }
+    own = [
+        KVCapacityConfig(model, gpus, layout)
+        for (model, gpus), choices in layouts.items()
+        for layout in choices
+    ]
+    return [*own, *itertools.starmap(_published, PUBLISHED)]
+
+
+def _published(model: str, gpus: str) -> KVCapacityConfig:
+    return KVCapacityConfig(model, gpus, None, verify=False)
+
+
+DEFINITIONS = {
+    "fits": "weights, activations and the pools of all rows fit into every device",
+    "source": "where weights and activations come from: the compiler, or a formula",
+    "weights_bytes": "weights of one device, copies and padding included",
+    "temp_bytes": "largest temporary memory of the prefill and the decode step, one device",
+    "decode_temp_bytes": "temporary memory of the decode step, one device",
+    "kv_bytes_left": "bytes left for keys and values on all devices together",
+    "kv_tokens_left": "tokens of all rows that these hold, copies of heads and latents paid",
+    "compile_s": "the longer of tracing and compiling the prefill and the decode step",
+    "host_bytes": "most memory of the compiling process",
+}
+
+
+def run(todo: Sequence[KVCapacityConfig], options: Options) -> Iterator[Measured]:
+    for config in tqdm(todo, desc="kv_capacity", unit="row", file=sys.stderr, disable=None):
+        if config.layout is None:
+            values = PUBLISHED[config.model, config.gpus]
+            notes = {"source": "Cloudflare blog, Workers AI: more than these"}
+            yield Measured(config, values, 1, DEFINITIONS, kind="cited", notes=notes)
+        else:
+            yield _plan(config)
+
+
+def _plan(config: KVCapacityConfig) -> Measured:
+    found = jf.plan(
+        config.model,
+        config.gpus,
+        layout=config.layout,
+        dtype=config.dtype,
+        verify=config.verify,
+        rows=config.rows,
+        context=config.context,
+        chunk=config.chunk,
+    ).chosen
+    assert found is not None, "configs name layouts that the models can be split over"
+    compiled = found.compiled
+    return Measured(
+        config=config,
+        values={
+            "fits": found.fits,
+            "source": found.source,
+            "weights_bytes": found.weights_bytes,
+            "temp_bytes": found.temp_bytes,
+            "decode_temp_bytes": found.decode_temp_bytes,
+            "kv_bytes_left": found.kv_bytes_left,
+            "kv_tokens_left": found.kv_tokens_left,
+            "compile_s": max(compiled.prefill_s, compiled.decode_s) if compiled else None,
+            "host_bytes": compiled.host_bytes if compiled else None,
+        },
+        n=1,
+        definitions=DEFINITIONS,
+        kind="analytic",
+        placement=str(found.mesh_spec),
+    )
+
+
+def devices(config: Config) -> int:
+    """Nothing runs on a device."""
+    return 1
+
+
+def table(rows: Sequence[Row]) -> Table:
+    lines = []
+    for row in rows:
+        config, values = row["config"], row["values"]
+        cited = row["kind"] == "cited"
+        bound = "> " if cited else ""
+        temp = values.get("decode_temp_bytes")
+        tokens = values.get("kv_tokens_left")
+        cells = (
+            config["model"],
+            config["gpus"],
+            "Infire" if cited else row["placement"],
+            "yes" if cited else number(values["fits"]),
+            _gib(values.get("weights_bytes")),
+            _gib(temp),
+            bound + _gib(values["kv_bytes_left"]),
+            (bound if tokens is not None else "") + number(tokens),
+        )
+        lines.append(tuple(Cell(cell, row["kind"]) for cell in cells))
+    return Table(
+        caption="Room for keys and values of large models, from compiled steps.",
+        columns=(
+            "model",
+            "GPUs",
+            "layout",
+            "fits",
+            "weights, GiB a device",
+            "decode temp, GiB a device",
+            "left for KV, GiB in all",
+            "tokens",
+        ),
+        rows=tuple(lines),
+        notes=(
+            "Infire's figures are what Cloudflare published; the rows and contexts that they hold "
+            "for are not known. Ours leave 1.5 GiB of every GPU free.",
+            *provenance(rows),
+        ),
+        numeric=frozenset(range(4, 8)),
+    )
+
+
+def _gib(size_bytes: float | None) -> str:
+    return number(None if size_bytes is None else size_bytes / GIB)
+
+
+KV_CAPACITY = Experiment(
+    name="kv_capacity",
+    summary="tokens of keys and values that large models leave room for, from compiled steps",
+    configs=configs,
+    run=run,
+    devices=devices,
+    sources=("jinfire", "sharding", "pallas_kernels", "experiments/kv_capacity.py"),
+    tables={"kv_capacity": table},
+)
