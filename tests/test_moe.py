@@ -163,7 +163,13 @@ def assert_close(got: np.ndarray, want: np.ndarray, tolerance: float = 2e-6) -> 
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        pytest.param(mesh, id=str(mesh), marks=() if mesh in ((1, 1), (2, 2)) else pytest.mark.long)
+        for mesh in MESHES
+    ],
+)
 @pytest.mark.parametrize("router", EXPERTS)
 def test_every_layout_and_form_is_the_mixture(router, mesh, form):
     layer = layer_of(router)
