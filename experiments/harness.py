@@ -86,6 +86,7 @@ class Experiment:
     those it is given, in any order. `devices(config)` is how many devices one needs; `adapt` puts
     into a config what an option of the caller changes in it. `output` is a folder that a config
     leaves on this machine, for others to use: without it, a row that stands is measured again.
+    `compiles_for_gpus`: its rows depend on GPU kernels, whatever device is there.
     """
 
     name: str
@@ -96,6 +97,7 @@ class Experiment:
     sources: tuple[str, ...]
     tables: Mapping[str, Callable[[Sequence[Row]], Any]]
     adapt: Callable[[Config, Options], Config] = lambda config, options: config
+    compiles_for_gpus: bool = False
     output: Callable[[Config, Options], pathlib.Path | None] = lambda config, options: None
 
 
@@ -209,7 +211,8 @@ def paired_ratio(
 
 def sources_of(experiment: Experiment, device_kind: str) -> str:
     """Hash of what an experiment runs on a kind of device: a CPU runs no GPU kernel."""
-    return source_hash(experiment.sources, skip=GPU_SOURCES if device_kind == "cpu" else ())
+    runs_none = device_kind == "cpu" and not experiment.compiles_for_gpus
+    return source_hash(experiment.sources, skip=GPU_SOURCES if runs_none else ())
 
 
 def source_hash(paths: Sequence[str], root: pathlib.Path = ROOT, skip: Sequence[str] = ()) -> str:

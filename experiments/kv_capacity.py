@@ -181,4 +181,5 @@ KV_CAPACITY = Experiment(
     devices=devices,
     sources=("jinfire", "sharding", "pallas_kernels", "experiments/kv_capacity.py"),
     tables={"kv_capacity": table},
+    compiles_for_gpus=True,
 )

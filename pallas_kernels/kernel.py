@@ -190,6 +190,18 @@ def _distance(shapes: list[tuple[tuple[int, ...], str]], entry: Mapping[str, Any
     return total
 
 
+def first_seen_reference(
+    position: Any, window: int | None = None, attention_chunk: int | None = None
+) -> Any:
+    """First position that a token at `position` sees, of an integer or a NumPy array of them."""
+    first = np.zeros_like(position)
+    if window is not None:
+        first = np.maximum(first, position - (window - 1))
+    if attention_chunk is not None:
+        first = np.maximum(first, position // attention_chunk * attention_chunk)
+    return first
+
+
 def attention_reference(
     query_NH: np.ndarray, keys_SKH: np.ndarray, values_SKH: np.ndarray, scale: float
 ) -> np.ndarray:

@@ -8,7 +8,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallas_kernels.kernel import ArgSpec, Kernel, attention_reference, build_paged, row_tokens
+from pallas_kernels.kernel import (
+    ArgSpec,
+    Kernel,
+    attention_reference,
+    build_paged,
+    first_seen_reference,
+    row_tokens,
+)
 from pallas_kernels.paged_attention_mosaic import paged_attention_mosaic
 from pallas_kernels.paged_attention_plan import SPACE, PagedBlocks, unsupported
 from pallas_kernels.paged_attention_xla import paged_attention_xla, write_pages
@@ -48,18 +55,10 @@ def _spans(query, page_table, key_pages, lengths, window, attention_chunk):
     for row, length in enumerate(np.asarray(lengths).tolist()):
         for token in range(tokens):
             position = length - tokens + token
-            first = _first(position, window, attention_chunk)
+            first = first_seen_reference(position, window, attention_chunk)
             end = min(position + 1, page_table.shape[1] * key_pages.shape[1])
             if position >= 0 and first < end:
                 yield row, token, first, end
-
-
-def _first(position: int, window: int | None, attention_chunk: int | None) -> int:
-    """The first position that the token at `position` sees."""
-    first = 0 if window is None else max(position - window + 1, 0)
-    if attention_chunk is None:
-        return first
-    return max(first, position // attention_chunk * attention_chunk)
 
 
 def _flops(
@@ -116,7 +115,9 @@ def _poison_unseen(
     """Writes NaN to what lies before the first position that a row's first token sees."""
     Z = pages_PZKH.shape[1]
     for row, position in enumerate(positions_B.tolist()):
-        first = _first(max(position, 0), static.get("window"), static.get("attention_chunk"))
+        first = first_seen_reference(
+            max(position, 0), static.get("window"), static.get("attention_chunk")
+        )
         for page in page_table_BW[row, : first // Z]:
             pages_PZKH[page] = np.nan
         pages_PZKH[page_table_BW[row, first // Z], : first % Z] = np.nan

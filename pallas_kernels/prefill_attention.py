@@ -13,21 +13,12 @@ from pallas_kernels.kernel import (
     Kernel,
     attention_reference,
     build_paged,
+    first_seen_reference,
     row_tokens,
 )
 from pallas_kernels.prefill_attention_mosaic import prefill_attention_mosaic
 from pallas_kernels.prefill_attention_tiles import SPACE, PrefillBlocks
 from pallas_kernels.prefill_attention_xla import prefill_attention_xla
-
-
-def _first_seen(position: Any, window: int | None, attention_chunk: int | None) -> Any:
-    """First position that a query at `position` sees, in NumPy."""
-    first = np.zeros_like(position)
-    if window is not None:
-        first = np.maximum(first, position - (window - 1))
-    if attention_chunk is not None:
-        first = np.maximum(first, position // attention_chunk * attention_chunk)
-    return first
 
 
 def prefill_attention_reference(
@@ -47,7 +38,7 @@ def prefill_attention_reference(
     for row, length in enumerate(lengths):
         for c in range(length):
             position = starts[row] + c
-            first = _first_seen(position, window, attention_chunk)
+            first = first_seen_reference(position, window, attention_chunk)
             out_RCNH[row, c] = attention_reference(
                 query[row, c],
                 row_tokens(key_pages, page_table[row], position + 1)[first:],
@@ -90,7 +81,7 @@ def _seen(starts, lengths, window, attention_chunk) -> tuple[int, int]:
     pairs = keys = 0
     for start, length in zip(starts, lengths, strict=True):
         position = np.arange(start, start + length, dtype=np.int64)
-        first = _first_seen(position, window, attention_chunk)
+        first = first_seen_reference(position, window, attention_chunk)
         pairs += np.sum(position + 1 - first)
         keys += start + length - first[0] if length else 0
     return int(pairs), int(keys)
@@ -148,7 +139,7 @@ def _build(
     tokens = np.asarray(starts) + np.asarray(lengths)
     paged = build_paged(rng, dtype, tokens, kv_heads, head_dim, page_size, width)
     # Pages before all that a row sees were given back.
-    for row, first in enumerate(_first_seen(np.asarray(starts), window, attention_chunk)):
+    for row, first in enumerate(first_seen_reference(np.asarray(starts), window, attention_chunk)):
         lost = paged["page_table"][row, : first // page_size]
         paged["key_pages"][lost] = paged["value_pages"][lost] = np.nan
     query = rng.normal(size=(len(lengths), chunk, heads, head_dim)).astype(dtype)
