@@ -8,6 +8,8 @@ expert).
 import dataclasses
 import itertools
 
+import jax
+import numpy as np
 import pytest
 from engines import assert_same_output, check_idle, greedy
 from helpers import margins, random_prompts, tiny_source
@@ -109,6 +111,26 @@ def test_tokens_are_those_of_a_single_device(golden, single_device, model, prefi
         for output, expected in zip(run(engine), single_device(model), strict=True):
             assert_same_output(output, expected)
         check_idle(engine)
+
+
+def test_slots_without_a_layer_take_no_expert(golden):
+    """Zero weights would choose experts, all tokens the same; here these experts hold NaN."""
+    model = "qwen3_moe_f32"  # 3 layers, so that the second of two stages has one
+    engine = Engine.from_pretrained(
+        golden(model), dtype="float32", placement=Placement.colocated((2, 1)), config=CONFIG
+    )
+    prompts = random_prompts((5, 2 * CHUNK + 1), 250)
+    expected = engine.generate(prompts, greedy(4))
+    params = engine._runner.prefill_model.params
+    layer_of_stage = params["layers.1.mlp.experts.gate.weight"]
+    assert not np.asarray(layer_of_stage[1]).any()
+    for part in ("gate", "up", "down"):
+        name = f"layers.1.mlp.experts.{part}.weight"
+        poisoned = np.array(params[name])
+        poisoned[1] = np.nan
+        params[name] = jax.device_put(poisoned, params[name].sharding)
+    found = engine.generate(prompts, greedy(4))
+    assert [o.token_ids for o in found] == [o.token_ids for o in expected]
 
 
 @pytest.mark.long

@@ -22,6 +22,7 @@ from jinfire.models.spec import (
     flops_per_token,
     kv_bytes_per_token,
     parameter_count,
+    parameters_by_tensor,
 )
 from jinfire.weights import parse_dtype
 from sharding import MeshSpec
@@ -100,8 +101,9 @@ def describe(path: Path, meshes: dict[str, MeshSpec], with_tensors: bool) -> dic
         "metadata": _metadata(path),
     }
     if with_tensors:
+        counts = parameters_by_tensor(config)
         document["tensors"] = [
-            {"name": name, "shape": spec.shape, "axes": spec.axes, "parameters": spec.size}
+            {"name": name, "shape": spec.shape, "axes": spec.axes, "parameters": counts[name]}
             for name, spec in abstract_tree(config).items()
         ]
     return document

@@ -75,7 +75,7 @@ def abstract_tree(config: ModelConfig) -> dict[str, ParamSpec]:
 
 def parameter_count(config: ModelConfig) -> int:
     """Number of parameters; tied embeddings count once, int4 weights as the weights they are."""
-    return sum(_parameters(config).values())
+    return sum(parameters_by_tensor(config).values())
 
 
 def active_parameter_count(config: ModelConfig) -> int:
@@ -115,7 +115,7 @@ def kv_bytes_per_token(config: ModelConfig, itemsize: int) -> int:
     return config.num_layers * config.cached_heads * sum(config.kv_widths) * itemsize
 
 
-def _parameters(config: ModelConfig) -> dict[str, int]:
+def parameters_by_tensor(config: ModelConfig) -> dict[str, int]:
     """Parameters in each tensor: eight in a word of int4 weights, none in their scales."""
     tree = abstract_tree(config)
 
@@ -134,5 +134,5 @@ def _met_by_a_token(config: ModelConfig) -> dict[str, int]:
         name: size * experts.per_token // experts.count
         if experts is not None and ".mlp.experts." in name
         else size
-        for name, size in _parameters(config).items()
+        for name, size in parameters_by_tensor(config).items()
     }

@@ -31,9 +31,10 @@ class DecodeKV:
     table_BW: jax.Array
     positions_B: jax.Array
     lengths_B: jax.Array
+    filled: jax.Array | bool = True
 
     def live_tokens(self) -> jax.Array:
-        return (self.lengths_B > 0)[:, None]
+        return (self.lengths_B > 0)[:, None] & self.filled
 
     def attend(
         self,
@@ -89,7 +90,7 @@ class DecodeKV:
 
     def _where(self) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Page table, positions and validity of the new tokens."""
-        return self.table_BW, self.positions_B[:, None], self.live_tokens()
+        return self.table_BW, self.positions_B[:, None], (self.lengths_B > 0)[:, None]
 
 
 def decode_microbatches(stages: int, rows: int, limit: int | None = None) -> int:
@@ -167,8 +168,8 @@ def _decode(
         here = _microbatch(state, microbatch, size)
         lengths_B = jnp.where(here["active"] & valid, here["position"] + 1, 0)
 
-        def view(group: str, pages: Pages) -> DecodeKV:
-            return DecodeKV(pages, tables[group], here["position"], lengths_B)
+        def view(group: str, pages: Pages, filled: jax.Array | bool) -> DecodeKV:
+            return DecodeKV(pages, tables[group], here["position"], lengths_B, filled)
 
         hidden_BTD, pools = mesh_model.run_layers(
             model, hidden_BTD, here["position"][:, None], pools, view

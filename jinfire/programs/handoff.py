@@ -18,7 +18,7 @@ from jinfire.programs.runtime import REPLICATED, MeshModel, global_pools, local_
 from jinfire.programs.sampler import Sampled
 from sharding import EXPERT, PIPELINE, TENSOR, Cuts, InFlight, Side, TransferPlan
 
-BLOCK_SPEC = PartitionSpec(PIPELINE, None, None, None, (EXPERT, TENSOR), None)
+BLOCK_SPEC = PartitionSpec(PIPELINE, None, None, None, (EXPERT, TENSOR))
 HEADS_DIM = 4
 
 Blocks = dict[str, list[Pages]]

@@ -33,9 +33,10 @@ class PrefillKV:
     lengths_R: jax.Array
     positions_RC: jax.Array
     valid_RC: jax.Array
+    filled: jax.Array | bool = True
 
     def live_tokens(self) -> jax.Array:
-        return self.valid_RC
+        return self.valid_RC & self.filled
 
     def attend(
         self,
@@ -115,9 +116,10 @@ def _prefill(
         valid_RC = jnp.arange(chunk, dtype=jnp.int32)[None] < lengths_R[:, None]
         hidden_RCD = jnp.where(stage == 0, embedded_MRCD[entering], received)
 
-        def view(group: str, pages: Pages) -> PrefillKV:
+        def view(group: str, pages: Pages, filled: jax.Array | bool) -> PrefillKV:
             table_RW = rows.page_tables[group]
-            return PrefillKV(pages, table_RW, rows.starts, lengths_R, positions_RC, valid_RC)
+            where = (rows.starts, lengths_R, positions_RC, valid_RC)
+            return PrefillKV(pages, table_RW, *where, filled)
 
         hidden_RCD, pools = mesh_model.run_layers(model, hidden_RCD, positions_RC, pools, view)
         final_R = jnp.maximum(lengths_R - 1, 0)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -174,12 +175,13 @@ class MeshModel:
         hidden_BTD: jax.Array,
         positions_BT: jax.Array,
         pools: Pools,
-        view: Callable[[str, Pages], PagedKV],
+        view: Callable[[str, Pages, jax.Array | bool], PagedKV],
     ) -> tuple[jax.Array, Pools]:
         """All layers of this stage, each over its own pages.
 
-        `pools` holds local pages; `view(group, pages)` makes the layer's KV, whose `pages` are
-        taken back after the layer.
+        `pools` holds local pages; `view(group, pages, filled)` makes the layer's KV, whose `pages`
+        are taken back after the layer. `filled` is false where this stage has no layer in the
+        slot: zero weights would send every token to the same few experts.
         """
         tables = model.tables(positions_BT)
         slot_of = {
@@ -191,12 +193,17 @@ class MeshModel:
         for slot, layer in enumerate(model.layers):
             group, index = slot_of[slot]
             graphdef, state = nnx.split(layer)
+            kv = view(group, updated[group][index], self._filled(slot))
             with jax.named_scope(f"slot_{slot}"):
-                hidden_BTD, kv = _run_layer(
-                    graphdef, state, hidden_BTD, tables, view(group, updated[group][index])
-                )
+                hidden_BTD, kv = _run_layer(graphdef, state, hidden_BTD, tables, kv)
             updated[group][index] = kv.pages
         return hidden_BTD, {group: tuple(pairs) for group, pairs in updated.items()}
+
+    def _filled(self, slot: int) -> jax.Array | bool:
+        """Whether the stage that this runs on has a layer in a slot."""
+        stages = range(self.stages)
+        filled = [self.layout.layer_at(stage, slot) is not None for stage in stages]
+        return all(filled) or jnp.asarray(filled)[jax.lax.axis_index(PIPELINE)]
 
 
 @functools.partial(jax.jit, static_argnums=0)
