@@ -2,6 +2,8 @@
 
 import copy
 import json
+import re
+import time
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from jinfire.config import (
     TemperatureConfig,
 )
 from jinfire.errors import UnsupportedConfig
-from jinfire.models import parse_architecture, parse_config
+from jinfire.models import hf_quantization, parse_architecture, parse_config
 
 LATENT_EXPERTS, LATENT_DENSE = LayerSpec("latent", "experts"), LayerSpec("latent")
 YARN = {
@@ -198,7 +200,10 @@ def test_latent_sizes() -> None:
     assert (config.norm_eps, config.latent.norm_eps) == (1e-3, 1e-6)
     deepseek(head_dim=64, qk_head_dim=192)  # derived fields of transformers v5
     assert deepseek(n_shared_experts=2).experts.shared_width == 4096  # type: ignore[union-attr]
-    assert deepseek(n_shared_experts=0).experts.shared_width == 0  # type: ignore[union-attr]
+    for none in (0, None):
+        experts = deepseek(n_shared_experts=none).experts
+        assert experts is not None
+        assert experts.shared_width == 0
 
 
 def test_yarn() -> None:
@@ -360,9 +365,61 @@ def test_only_experts_are_int4() -> None:
         kimi(quantization_config=changed("ignore", rest + names[:-1]))
     with pytest.raises(UnsupportedConfig, match=r"experts.0.gate_proj is ignored"):
         kimi(quantization_config=changed("ignore", ["re:.*"]))
-    for pattern in ("re:(a+)+$", "re:.*.*.*.*.*a", "re:" + "a" * 300, "re:(", "re:[^a]"):
+    for pattern in ("re:(a+)+$", "re:a|b", "re:" + "a" * 300, "re:(", "re:[^a]", "re:a^", "re:$a"):
         with pytest.raises(UnsupportedConfig, match="plain patterns"):
             kimi(quantization_config=changed("ignore", [*ignored, pattern]))
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "",
+        "^lm_head$",
+        "lm",
+        ".*head",
+        ".*lm.*head.*$",
+        ".*mlp\\.(gate|up|gate_up|down)_proj.*",
+        "model.(layers|layer)..*.mlp$",
+        "model.*mlp.*mlp",
+        "(model|mo|m)(odel|del|l)\\.layers",
+        ".*.*.*proj$",
+        "mlp$",
+        "model$",
+    ],
+)
+def test_patterns_match_as_regular_expressions_do(pattern: str) -> None:
+    names = [
+        *("lm_head", "model", "model.layers.0.mlp", "model.layers.10.mlp.gate_proj", "mlp.mlp"),
+        *("model.layers.0.mlp.gate_up_proj.x", "modelxlayersx0xmlp", "model.layers.0.self_attn.x"),
+    ]
+    globs = hf_quantization._globs(pattern, "ignore", 32)
+    for name in names:
+        expected = re.match(pattern, name) is not None
+        assert any(glob.matches(name) for glob in globs) == expected, name
+
+
+def test_patterns_cannot_run_away() -> None:
+    # Equal alternatives and many stars, which a search that goes back would try for hours.
+    slow = "re:model.*" + "(e|e|e)" * 12 + ".*" * 40 + "never"
+    many = [f"re:.*a.*b.*c.*d.*e.*{number}$" for number in range(20)]
+    start = time.perf_counter()
+    config = changed("ignore", [*many, slow, slow, *INT4["ignore"]])
+    assert kimi(num_hidden_layers=500, quantization_config=config).experts.int4  # type: ignore[union-attr]
+    assert time.perf_counter() - start < 20
+    for entries in (["re:" + "(a|b)" * 30], [f"re:{number}" for number in range(33)]):
+        with pytest.raises(UnsupportedConfig, match="ignore: expected at most 32 patterns"):
+            kimi(quantization_config=changed("ignore", entries))
+
+
+def test_modules_of_a_nested_model_have_either_name() -> None:
+    ignored = ["language_model.lm_head", "re:vision_tower.*", *INT4["ignore"][1:]]
+    scheme = changed("ignore", ignored)
+    assert nested_kimi({"quantization_config": scheme}).experts.int4  # type: ignore[union-attr]
+    with pytest.raises(UnsupportedConfig, match="ignore: expected lm_head too"):
+        kimi(quantization_config=scheme)
+    scheme = changed("ignore", [*ignored, "language_model.model.layers.3.mlp.experts.0.up_proj"])
+    with pytest.raises(UnsupportedConfig, match=r"experts\.0\.up_proj is ignored"):
+        nested_kimi({"quantization_config": scheme})
 
 
 # --- What changes the result is refused by name
