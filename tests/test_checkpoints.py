@@ -226,6 +226,10 @@ UP = "model.layers.1.mlp.up_proj.weight"
         (lambda t: t.pop(UP), f"missing tensors: {UP}"),
         (lambda t: t.update({"model.extra": t[UP]}), "unexpected tensors: model.extra"),
         (lambda t: t.update({"model.layers.01.mlp.up_proj.weight": t[UP]}), r"layers\.01\."),
+        (
+            lambda t: t.update({f"model.layers.{'9' * 5000}.w": t[UP]}),
+            r"unexpected tensors: .*99\.w",
+        ),
         (lambda t: t.update({"model.layers.7.mlp.up_proj.weight": t[UP]}), r"layers\.7\."),
         (lambda t: t.update({UP: t[UP].T.copy()}), UP + r" \(expected \(160, 64\), got \(64, 160"),
         (lambda t: t.update({UP: t[UP].astype(np.int8)}), UP + r" \(I8\)"),
@@ -404,3 +408,40 @@ def test_stored_config_is_checked(golden, change, message):
     config = open_checkpoint(golden("qwen3_tied_f32")).config
     with pytest.raises(UnsupportedConfig, match=message):
         config_from_json({**config_to_json(config), **change})
+
+
+FEW_EXPERTS = {"count": 4, "per_token": 2, "width": 32}
+LAYER = {"attention": "causal", "mlp": "dense", "kv_group": "full"}
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "message"),
+    [
+        ("llama31_f32", {"rope": {"low_freq_factor": 0}}, "rope low_freq_factor"),
+        ("llama31_f32", {"rope": {"theta": 0}}, "rope theta"),
+        ("llama31_f32", {"rope": {"theta": 1, "scaling": "yarn"}}, "rope_theta: .* > 1 .yarn."),
+        ("deepseek_v3_f32", {"rope": {"beta_fast": 0}}, "rope beta_fast"),
+        ("deepseek_v3_f32", {"rope": {"beta_slow": 1e-300}}, "rope beta_slow"),
+        ("deepseek_v3_f32", {"layers": [LAYER] * 3}, "latent: expected null"),
+        ("deepseek_v3_f32", {"layers": [{**LAYER, "attention": "latent"}] * 3}, "experts: .*null"),
+        (
+            "deepseek_v3_f32",
+            {"layers": [{**LAYER, "attention": "latent", "mlp": "experts"}, LAYER]},
+            "layers: expected latent attention in all or none, got none in 1",
+        ),
+        ("llama31_f32", {"experts": FEW_EXPERTS}, "experts: expected null"),
+        ("llama31_f32", {"attention_chunk": 8}, "attention_chunk: expected null"),
+        ("llama31_f32", {"temperature": {"scale": 0.1, "floor": 8}}, "temperature: expected null"),
+        ("mixtral_bf16", {"experts": {"groups": 2}}, "router 'softmax': expected one group"),
+        ("llama4_text_f32", {"experts": {"scaling": 2}}, "router 'scaled_input': expected weights"),
+        ("llama4_text_f32", {"experts": {"normalise": True}}, "router 'scaled_input'"),
+        ("kimi_k2_int4", {"width": 72}, "width: expected a multiple of 32"),
+    ],
+)
+def test_stored_configs_that_would_fail_later_are_refused(golden, case, change, message):
+    fields = config_to_json(open_checkpoint(golden(case)).config)
+    for key, value in change.items():
+        both = isinstance(value, dict) and isinstance(fields[key], dict)
+        fields[key] = {**fields[key], **value} if both else value
+    with pytest.raises(UnsupportedConfig, match=message):
+        config_from_json(fields)

@@ -74,6 +74,7 @@ def test_published_and_v5_rope_styles_agree():
     assert llama(rope_theta=500000, rope_scaling=None).rope == plain
     assert llama(rope_parameters={"rope_type": "default", "rope_theta": 5e5}).rope == plain
     assert llama(rope_theta=5e5, rope_scaling={"type": "default"}).rope == plain
+    assert llama(rope_theta=5e5, rope_scaling={"type": "default", "factor": None}).rope == plain
 
 
 def test_llama3_rope_without_original_length_takes_the_context():
@@ -150,6 +151,9 @@ def test_harmless_fields_are_accepted():
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
         ({"rope_scaling": {**LLAMA3_ROPE, "factor": float("nan")}}, "factor"),
         ({"rope_scaling": "llama3"}, "rope_scaling"),
+        ({"rope_scaling": {"factor": 8.0}}, r"rope_scaling.rope_type.*llama3.*\['factor'\]"),
+        ({"rope_parameters": {"rope_type": "default", "factor": 2}}, "rope_parameters.*factor"),
+        ({"rope_theta": 1e13}, "rope theta"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "one flat object"),
         ({"rope_parameters": {"rope_theta": 1e4}, "rope_theta": 1e5}, "rope_theta"),
         ({"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": LLAMA3_ROPE}, "both present"),

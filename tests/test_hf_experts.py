@@ -1,6 +1,5 @@
-"""`config.json` of mixtures of experts and latent attention: defaults, nesting, int4, refusals."""
+"""`config.json` of mixtures of experts and latent attention: defaults, nesting, refusals."""
 
-import copy
 import json
 from typing import Any
 
@@ -15,7 +14,8 @@ from jinfire.config import (
     TemperatureConfig,
 )
 from jinfire.errors import UnsupportedConfig
-from jinfire.models import parse_architecture, parse_config
+from jinfire.models import parse_config
+from jinfire.models.presets import preset
 
 LATENT_EXPERTS, LATENT_DENSE = LayerSpec("latent", "experts"), LayerSpec("latent")
 YARN = {
@@ -27,38 +27,7 @@ YARN = {
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
 }
-FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
-INT4 = {
-    "quant_method": "compressed-tensors",
-    "format": "pack-quantized",
-    "quantization_status": "compressed",
-    "kv_cache_scheme": None,
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "input_activations": None,
-            "output_activations": None,
-            "weights": {
-                "num_bits": 4,
-                "type": "int",
-                "strategy": "group",
-                "group_size": 32,
-                "symmetric": True,
-                "dynamic": False,
-                "actorder": None,
-                "block_structure": None,
-                "observer": "minmax",
-                "observer_kwargs": {},
-            },
-        }
-    },
-    "ignore": [
-        "lm_head",
-        "re:.*self_attn.*",
-        "re:.*shared_experts.*",
-        "re:.*mlp\\.(gate|up|gate_up|down)_proj.*",
-    ],
-}
+INT4 = preset("kimi-k2.5")["text_config"]["quantization_config"]
 
 
 def deepseek(**changes: Any) -> ModelConfig:
@@ -161,6 +130,19 @@ def test_dense_layers() -> None:
     assert [spec.mlp for spec in sparse.layers] == ["dense", "dense", "dense", "experts"]
 
 
+def test_parts_that_no_layer_has() -> None:
+    for config in (
+        deepseek(first_k_dense_replace=9),
+        llama4(moe_layers=[]),
+        qwen3(mlp_only_layers=[0, 1, 2, 3]),
+    ):
+        assert config.experts is None
+    whole = llama4(no_rope_layers=[0] * 8)
+    assert (whole.attention_chunk, whole.temperature is None) == (None, False)
+    local = llama4(no_rope_layers=[1] * 8)
+    assert (local.attention_chunk, local.temperature) == (8192, None)
+
+
 def test_unrotated_layers() -> None:
     def rotated(**changes: Any) -> list[int]:
         return [int(spec.attention == "chunked") for spec in llama4(**changes).layers]
@@ -198,7 +180,10 @@ def test_latent_sizes() -> None:
     assert (config.norm_eps, config.latent.norm_eps) == (1e-3, 1e-6)
     deepseek(head_dim=64, qk_head_dim=192)  # derived fields of transformers v5
     assert deepseek(n_shared_experts=2).experts.shared_width == 4096  # type: ignore[union-attr]
-    assert deepseek(n_shared_experts=0).experts.shared_width == 0  # type: ignore[union-attr]
+    for none in (0, None):
+        experts = deepseek(n_shared_experts=none).experts
+        assert experts is not None
+        assert experts.shared_width == 0
 
 
 def test_yarn() -> None:
@@ -250,121 +235,6 @@ def test_tied_embeddings_of_both_levels(nested) -> None:
         nested({"tie_word_embeddings": False}, tie_word_embeddings=True)
 
 
-# --- Weights that are not read
-
-
-def test_fp8_is_refused_except_for_planning() -> None:
-    for text in ({"model_type": "deepseek_v3"}, {"model_type": "kimi_k2"}):
-        for config in (
-            text | {"quantization_config": FP8},
-            {"model_type": "kimi_k25", "text_config": text | {"quantization_config": FP8}},
-            {"model_type": "kimi_k25", "text_config": text, "quantization_config": FP8},
-        ):
-            before = copy.deepcopy(config)
-            with pytest.raises(UnsupportedConfig, match=r"quantization_config.*fp8 weights"):
-                parse_config(config)
-            bare = {key: value for key, value in config.items() if key != "quantization_config"}
-            if "text_config" in bare:
-                bare["text_config"] = text
-            assert parse_architecture(config) == parse_config(bare)
-            assert config == before
-    # What else cannot be read is still refused.
-    with pytest.raises(UnsupportedConfig, match="quant_method"):
-        parse_architecture({"model_type": "kimi_k2", "quantization_config": {"quant_method": "x"}})
-    with pytest.raises(UnsupportedConfig, match="JSON object"):
-        parse_architecture([])  # type: ignore[arg-type]
-
-
-def test_int4() -> None:
-    for config in (
-        kimi(quantization_config=INT4),
-        deepseek(quantization_config=INT4),
-        nested_kimi({"quantization_config": INT4}),
-        nested_kimi(quantization_config=INT4),
-    ):
-        assert config.experts is not None
-        assert config.experts.int4
-    assert not kimi(quantization_config=None).experts.int4  # type: ignore[union-attr]
-
-
-def changed(path: str, value: Any) -> dict[str, Any]:
-    """The int4 scheme with one field of another value."""
-    scheme = copy.deepcopy(INT4)
-    *parents, last = path.split(".")
-    fields: Any = scheme
-    for key in parents:
-        fields = fields[key]
-    fields[last] = value
-    return scheme
-
-
-WEIGHTS = "config_groups.group_0.weights."
-
-
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        ("quant_method", "gptq"),
-        ("quant_method", None),
-        ("format", "int-quantized"),
-        ("format", None),
-        ("quantization_status", "frozen"),
-        ("kv_cache_scheme", {"num_bits": 8}),
-        ("sparsity_config", {"format": "sparse-24"}),
-        ("modules_to_convert", ["x"]),
-        ("config_groups", {}),
-        ("config_groups", {"a": {}, "b": {}}),
-        ("config_groups.group_0.targets", ["Linear", "Embedding"]),
-        ("config_groups.group_0.input_activations", {"num_bits": 8}),
-        ("config_groups.group_0.output_activations", {"num_bits": 8}),
-        ("config_groups.group_0.weights", None),
-        (WEIGHTS + "num_bits", 8),
-        (WEIGHTS + "num_bits", 4.0),
-        (WEIGHTS + "type", "float"),
-        (WEIGHTS + "strategy", "channel"),
-        (WEIGHTS + "group_size", 128),
-        (WEIGHTS + "symmetric", False),
-        (WEIGHTS + "symmetric", 1),
-        (WEIGHTS + "dynamic", True),
-        (WEIGHTS + "actorder", "group"),
-        (WEIGHTS + "block_structure", [128, 128]),
-        (WEIGHTS + "zero_point", 8),
-        ("ignore", None),
-        ("ignore", "lm_head"),
-        ("ignore", [3]),
-    ],
-)
-def test_every_other_scheme_is_refused_by_name(path: str, value: Any) -> None:
-    name = path.rsplit(".", 1)[-1]
-    with pytest.raises(UnsupportedConfig, match=f"quantization_config.*{name}"):
-        kimi(quantization_config=changed(path, value))
-
-
-def test_only_experts_are_int4() -> None:
-    ignored = INT4["ignore"]
-    for left_out, module in zip(
-        ignored, ("lm_head", "self_attn", "shared_experts", "mlp.gate_proj"), strict=True
-    ):
-        kept = [entry for entry in ignored if entry != left_out]
-        with pytest.raises(UnsupportedConfig, match=rf"ignore: expected \S*{module}"):
-            kimi(quantization_config=changed("ignore", kept))
-    # A layer of many, by its whole name.
-    names = [
-        f"model.layers.{layer}.self_attn.{name}"
-        for layer in range(4)
-        for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
-    ]
-    rest = [entry for entry in ignored if "self_attn" not in entry]
-    kimi(quantization_config=changed("ignore", rest + names))
-    with pytest.raises(UnsupportedConfig, match=r"model.layers.3.self_attn.o_proj"):
-        kimi(quantization_config=changed("ignore", rest + names[:-1]))
-    with pytest.raises(UnsupportedConfig, match=r"experts.0.gate_proj is ignored"):
-        kimi(quantization_config=changed("ignore", ["re:.*"]))
-    for pattern in ("re:(a+)+$", "re:.*.*.*.*.*a", "re:" + "a" * 300, "re:(", "re:[^a]"):
-        with pytest.raises(UnsupportedConfig, match="plain patterns"):
-            kimi(quantization_config=changed("ignore", [*ignored, pattern]))
-
-
 # --- What changes the result is refused by name
 
 
@@ -397,6 +267,11 @@ def test_only_experts_are_int4() -> None:
         (deepseek, {"rope_scaling": YARN, "rope_theta": 1}, "rope_theta"),
         (deepseek, {"rope_scaling": {"type": "llama3", "factor": 8}}, "rope_type.*llama3"),
         (deepseek, {"moe_intermediate_size": 48, "quantization_config": INT4}, "multiple of 32"),
+        (deepseek, {"hidden_size": 100, "quantization_config": INT4}, "width: .*multiple of 32"),
+        (deepseek, {"rope_scaling": {"factor": 40}}, r"rope_type.*yarn.*\['factor'\].*'default'"),
+        (deepseek, {"rope_scaling": YARN | {"beta_fast": 1e-300}}, "rope beta_fast"),
+        (deepseek, {"num_hidden_layers": 4096, "n_routed_experts": 512}, "at most 1048576 in all"),
+        (qwen3, {"num_experts": 65_536, "num_hidden_layers": 17}, "number of experts: .*1114112"),
         (nested_kimi, {"text_config": None}, "text_config"),
         (nested_kimi, {"text_config": {"model_type": "llama"}}, "text_config.model_type.*llama"),
         (nested_kimi, {"logit_scale": 2}, "logit_scale"),
@@ -409,6 +284,7 @@ def test_only_experts_are_int4() -> None:
         (llama4, {"attn_scale": 0}, "attn_scale"),
         (llama4, {"floor_scale": 0}, "floor_scale"),
         (llama4, {"attention_chunk_size": 0}, "attention_chunk_size"),
+        (llama4, {"attention_chunk_size": None}, "attention_chunk_size: .*tokens, got None"),
         (llama4, {"num_experts_per_tok": 17}, "num_experts_per_tok"),
         (llama4, {"quantization_config": INT4}, "quantization_config"),
         (llama4, {"rope_scaling": YARN}, "rope_type"),
@@ -420,6 +296,8 @@ def test_only_experts_are_int4() -> None:
         (qwen3, {"num_experts": 16, "num_local_experts": 8}, "num_local_experts"),
         (qwen3, {"decoder_sparse_step": 0}, "decoder_sparse_step"),
         (qwen3, {"shared_expert_intermediate_size": 8}, "shared_expert"),
+        (qwen3, {"qkv_bias": True}, "qkv_bias"),
+        (qwen3, {"use_qk_norm": False}, "use_qk_norm"),
         (mixtral, {"sliding_window": 4096}, "sliding_window"),
         (mixtral, {"num_local_experts": 1}, "num_experts_per_tok"),
     ],
@@ -436,6 +314,7 @@ def test_harmless_fields_are_accepted() -> None:
     nested_llama4(boi_token_index=3, eoi_token_index=4, image_token_index=5, torch_dtype="x")
     nested_kimi(ignore_index=-100, media_placeholder_token_id=7, use_unified_vision_chunk=True)
     qwen3(output_router_logits=False, router_aux_loss_coef=0.1, sliding_window=4096)
+    qwen3(qkv_bias=False, use_qk_norm=True, shared_expert_intermediate_size=0)
     mixtral(router_aux_loss_coef=0.02, sliding_window=None)
 
 

@@ -213,6 +213,56 @@ def test_what_cannot_be_made_is_one_line(like, more, message, tmp_path, capsys):
     assert not (tmp_path / "model").exists()
 
 
+@pytest.mark.parametrize(
+    ("content", "more", "message"),
+    [
+        ([], (), "config: expected a JSON object"),
+        (None, (), "config: expected a JSON object"),
+        ("llama", (), "config: expected a JSON object"),
+        ({}, (), "model_type: expected one of"),
+        ({"num_hidden_layers": "4"}, (), "num_hidden_layers: expected an integer"),
+        ({"num_attention_heads": "4"}, ("--heads", 2), "num_attention_heads: expected an integer"),
+        ({"first_k_dense_replace": "1"}, ("--layers", 2), "first_k_dense_replace: expected an int"),
+        ({"first_k_dense_replace": None}, ("--layers", 2), "first_k_dense_replace: expected a num"),
+        ({"num_attention_heads": None}, ("--heads", 2), "heads: expected a size that the arch"),
+        ({"n_group": "8"}, ("--experts", 8), "n_group: expected an integer"),
+        ({"topk_group": None}, ("--experts", 8), "topk_group: expected a number"),
+        ({"num_experts_per_tok": None}, ("--experts", 8), "num_experts_per_tok: expected a number"),
+        ({"qk_rope_head_dim": None, "head_dim": 64}, (), "qk_rope_head_dim: expected a number"),
+        ({"text_config": 3, "model_type": "kimi_k25"}, (), "text_config: expected a JSON object"),
+    ],
+)
+def test_a_malformed_config_is_one_line(content, more, message, tmp_path, capsys):
+    if isinstance(content, dict) and content:
+        changed = {**preset("deepseek-v3"), **content}
+        if changed["model_type"] == "kimi_k25":
+            changed["architectures"] = None
+        content = changed
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    assert run("init", "--like", tmp_path, tmp_path / "model", *more) == console.USAGE
+    (line,) = errors(capsys.readouterr().err)
+    assert message in line
+    assert not (tmp_path / "model").exists()
+
+
+def test_a_missing_field_is_as_good_as_null(tmp_path, capsys):
+    content = preset("deepseek-v3")
+    del content["topk_group"]
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    command = ("init", "--like", tmp_path, tmp_path / "model", "--experts", 8)
+    assert run(*command) == console.USAGE
+    (line,) = errors(capsys.readouterr().err)
+    assert "topk_group: expected a number, as a size that is set depends on it" in line
+
+
+def test_two_names_of_one_size(golden):
+    content = json.loads((golden("mixtral_bf16") / "config.json").read_text())
+    for size in ("mlp", "expert_mlp"):
+        assert reduced(content, {size: 32})["intermediate_size"] == 32
+    with pytest.raises(ValueError, match=r"mlp: expected one of .*both are intermediate_size"):
+        reduced(content, {"mlp": 32, "expert_mlp": 32})
+
+
 def test_a_checkpoint_is_not_overwritten(tmp_path, capsys):
     before = init(tmp_path)
     args = ("init", "--like", "llama-3.1-8b", tmp_path, *flags(TINY), "--seed", 1)

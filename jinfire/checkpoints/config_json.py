@@ -8,7 +8,14 @@ from typing import Any
 from jinfire.config import LayerSpec, ModelConfig
 from jinfire.errors import UnsupportedConfig
 from jinfire.models import MODELS
-from jinfire.models.hf_fields import MAX_LAYERS, MAX_POSITION, check_sizes, is_int, is_real
+from jinfire.models.hf_fields import (
+    MAX_LAYERS,
+    MAX_POSITION,
+    check_sizes,
+    is_int,
+    is_real,
+    layers_that_use,
+)
 
 # Fields of which only some values have a meaning, by class and name.
 CHOICES: dict[tuple[str, str], tuple[object, ...]] = {
@@ -36,8 +43,9 @@ def config_from_json(fields: Any) -> ModelConfig:
     config = _record(ModelConfig, fields)
     if config.family not in MODELS:
         raise UnsupportedConfig(f"family: expected one of {tuple(MODELS)}, got {config.family!r}")
-    check_sizes(config)
+    # Parts first: sizes are checked as what the layers make of them.
     _check_parts(config)
+    check_sizes(config)
     return config
 
 
@@ -95,20 +103,21 @@ def _is_scalar(got: Any, kind: Any, least: int) -> bool:
 
 
 def _check_parts(config: ModelConfig) -> None:
-    """Refusal of layers without the part that describes them."""
-    needs = {
-        "latent": (config.latent, [layer.attention == "latent" for layer in config.layers]),
-        "attention_chunk": (
-            config.attention_chunk,
-            [layer.attention == "chunked" for layer in config.layers],
-        ),
-        "experts": (config.experts, [layer.mlp == "experts" for layer in config.layers]),
-    }
-    for name, (part, uses) in needs.items():
-        if part is None and any(uses):
+    """Refusal of layers without the part that describes them, and of parts without layers."""
+    for name, uses in layers_that_use(config).items():
+        part = getattr(config, name)
+        # Unrotated queries grow or do not.
+        if part is None and any(uses) and name != "temperature":
             raise UnsupportedConfig(
                 f"{name}: expected a value, as layer {uses.index(True)} needs it, got null"
             )
+        if part is not None and not any(uses):
+            raise UnsupportedConfig(f"{name}: expected null, as no layer needs it, got {part}")
+    latent = layers_that_use(config)["latent"]
+    if any(latent) and not all(latent):
+        raise UnsupportedConfig(
+            f"layers: expected latent attention in all or none, got none in {latent.index(False)}"
+        )
     for layer in config.layers:
         if (layer.attention == "chunked") != (layer.kv_group == "local"):
             raise UnsupportedConfig(

@@ -42,6 +42,8 @@ DTYPES = {
 DTYPE_NAMES = {code: kind.name for code, kind in DTYPES.items()}
 # Buffers that old writers saved although they follow from the config.
 HARMLESS_SUFFIXES = (".rotary_emb.inv_freq",)
+# Digits of a layer's number that are read as one.
+MAX_DIGITS = 6
 # Pages of one opening of a file, as a part of what is read.
 MAPPED_PART = 1 / 16
 
@@ -276,7 +278,8 @@ def ignored_tensor(
         if not name.startswith(before):
             return False
         layer = name[len(before) :].partition(".")[0]
-        return layer.isascii() and layer.isdecimal() and num_layers <= int(layer) < last
+        is_number = layer.isascii() and layer.isdecimal() and len(layer) <= MAX_DIGITS
+        return is_number and num_layers <= int(layer) < last
 
     return is_ignored
 

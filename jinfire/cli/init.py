@@ -14,7 +14,7 @@ from jinfire.checkpoints.source import Index, read_json
 from jinfire.cli import console, options
 from jinfire.config import ModelConfig
 from jinfire.loading import RandomSource
-from jinfire.models import parse_config
+from jinfire.models import parse_architecture, parse_config
 from jinfire.models.presets import PRESETS, preset
 from jinfire.models.reduction import SIZES, fitted_tokens, reduced
 from jinfire.models.spec import abstract_tree
@@ -80,6 +80,8 @@ def run(args: argparse.Namespace) -> int:
         raise console.FlagError(f"--seed: expected an integer >= 0, got {args.seed}")
     sizes = {size: getattr(args, size) for size in SIZES if getattr(args, size) is not None}
     config_json, generation = _architecture(args.like)
+    # A config that is none would be cut into anything.
+    parse_architecture(config_json, generation)
     config_json = _with_dtype(reduced(config_json, sizes), args.dtype)
     if generation is not None and "vocab" in sizes:
         generation |= fitted_tokens(generation, sizes["vocab"])

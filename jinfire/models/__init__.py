@@ -7,7 +7,7 @@ from jinfire.config import ModelConfig
 from jinfire.errors import UnsupportedConfig
 from jinfire.models.deepseek import DEEPSEEK_V3, KIMI_K2, KIMI_K25
 from jinfire.models.family import GGUFForm, ModelFamily
-from jinfire.models.hf_fields import check_sizes
+from jinfire.models.hf_fields import check_sizes, without_unused
 from jinfire.models.hf_quantization import FP8
 from jinfire.models.llama import LLAMA
 from jinfire.models.llama4 import LLAMA4, LLAMA4_TEXT
@@ -53,7 +53,7 @@ def parse_config(
         raise UnsupportedConfig(
             f"architectures: expected one of {list(family.architectures)}, got {named!r}"
         )
-    model = family.parse_config(config, generation_config or {})
+    model = without_unused(family.parse_config(config, generation_config or {}))
     check_sizes(model)
     return model
 

@@ -50,6 +50,7 @@ IMAGE_KEYS = frozenset(
     )
 )
 # fmt: on
+NESTED_PREFIX = "language_model."
 INERT = {
     **{key: values for key, values in INERT_VALUES.items() if key != "quantization_config"},
     "moe_layer_freq": (1, None),
@@ -58,8 +59,11 @@ INERT = {
 }
 
 
-def parse_text(config: Json, generation: Json, family: str) -> ModelConfig:
-    """A decoder of latent attention, dense in its first layers, with experts in the others."""
+def parse_text(config: Json, generation: Json, family: str, prefix: str = "") -> ModelConfig:
+    """A decoder of latent attention, dense in its first layers, with experts in the others.
+
+    `prefix` is what names of its modules begin with where it is a part of a larger model.
+    """
     check_keys(config, READ | OWN_KEYS, INERT)
     latent = _latent(config)
     heads = read_size(config, "num_attention_heads", DEFAULTS.num_heads)
@@ -85,7 +89,7 @@ def parse_text(config: Json, generation: Json, family: str) -> ModelConfig:
             model.rope, interleaved=read_flag(config, "rope_interleave", True)
         ),
         latent=latent,
-        experts=_experts(config, model.num_layers, dense),
+        experts=_experts(config, model.num_layers, dense, prefix),
     )
 
 
@@ -107,12 +111,14 @@ def _latent(config: Json) -> LatentConfig:
     return latent
 
 
-def _experts(config: Json, num_layers: int, dense: int) -> ExpertsConfig:
+def _experts(config: Json, num_layers: int, dense: int, prefix: str) -> ExpertsConfig:
     width = read_size(config, "moe_intermediate_size", 2048)
     count = read_size(config, "n_routed_experts", 256)
     again = read_size(config, "num_local_experts", count)
     require(again == count, "num_local_experts", f"n_routed_experts {count}", again)
-    shared = read_size(config, "n_shared_experts", 1, low=0)
+    # An explicit null is a choice here too: no shared expert.
+    none_shared = config.get("n_shared_experts", 1) is None
+    shared = 0 if none_shared else read_size(config, "n_shared_experts", 1, low=0)
     return ExpertsConfig(
         count=count,
         per_token=read_size(config, "num_experts_per_tok", 8),
@@ -123,7 +129,7 @@ def _experts(config: Json, num_layers: int, dense: int) -> ExpertsConfig:
         groups=read_size(config, "n_group", 8),
         groups_per_token=read_size(config, "topk_group", 4),
         shared_width=shared * width,
-        int4=read_int4(config, *_modules(config, num_layers, dense)),
+        int4=read_int4(config, *_modules(config, num_layers, dense), prefix),
     )
 
 
@@ -147,7 +153,7 @@ def _modules(config: Json, num_layers: int, dense: int) -> tuple[list[str], list
 def parse_nested(config: Json, generation: Json) -> ModelConfig:
     """The text model of a checkpoint with a vision tower."""
     text = text_config(config, ("kimi_k2", "deepseek_v3"), IMAGE_KEYS)
-    return parse_text(text, generation, KIMI_K25.name)
+    return parse_text(text, generation, KIMI_K25.name, NESTED_PREFIX)
 
 
 _LAYER, _STORED = "layers.{i}.", "model.layers.{i}."
@@ -202,6 +208,6 @@ KIMI_K25 = ModelFamily(
     # The published name and transformers' own.
     architectures=("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration"),
     parse_config=parse_nested,
-    tensor_names=prefixed(NAMES, "language_model."),
+    tensor_names=prefixed(NAMES, NESTED_PREFIX),
     ignored=("vision_tower.", "mm_projector."),
 )

@@ -12,6 +12,7 @@ from typing import Any
 
 from jinfire.config import ExpertsConfig, LatentConfig, LayerSpec, ModelConfig, RopeConfig
 from jinfire.errors import UnsupportedConfig
+from jinfire.layers.routing import check_router
 
 Json = Mapping[str, Any]
 
@@ -22,6 +23,10 @@ MAX_LAYERS = 4096
 MAX_POSITION = 2**31
 MAX_EOS_IDS = 1024
 MAX_EXPERTS = 2**16
+# Of all layers together: each is several tensors with names of their own.
+MAX_ALL_EXPERTS = 2**20
+# Far beyond any rotary number of a model, and of which every power and quotient is finite.
+MAX_ROPE = 2.0**40
 
 # Training, bookkeeping and output options: no influence on a forward pass in inference.
 # fmt: off
@@ -186,6 +191,23 @@ def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
+def without_unused(config: ModelConfig) -> ModelConfig:
+    """A model without the parts that none of its layers has, such as experts of dense layers."""
+    unused = [name for name, uses in layers_that_use(config).items() if not any(uses)]
+    return dataclasses.replace(config, **dict.fromkeys(unused))
+
+
+def layers_that_use(config: ModelConfig) -> dict[str, list[bool]]:
+    """For each part of a config that only layers of some kind need, which layers do."""
+    layers = config.layers
+    return {
+        "latent": [layer.attention == "latent" for layer in layers],
+        "attention_chunk": [layer.attention == "chunked" for layer in layers],
+        "temperature": [layer.attention == "unrotated" for layer in layers],
+        "experts": [layer.mlp == "experts" for layer in layers],
+    }
+
+
 def check_sizes(config: ModelConfig) -> None:
     """Refusal of sizes that contradict each other or exceed any plausible model.
 
@@ -216,14 +238,34 @@ def check_sizes(config: ModelConfig) -> None:
         _check_latent(config, latent)
     if config.experts is not None:
         check_experts(config.experts)
-    reals = {"norm_eps": config.norm_eps, "rope_theta": rope.theta, "rope factor": rope.factor}
-    for name, value in reals.items():
-        require(is_real(value) and value > 0, name, "a finite number > 0", value)
+        layers = sum(layer.mlp == "experts" for layer in config.layers)
+        count = layers * config.experts.count
+        few = f"at most {MAX_ALL_EXPERTS} in all layers"
+        require(count <= MAX_ALL_EXPERTS, "number of experts", few, count)
+        if config.experts.int4:
+            require(config.width % 32 == 0, "width", "a multiple of 32 (int4)", config.width)
+    ok = is_real(config.norm_eps) and config.norm_eps > 0
+    require(ok, "norm_eps", "a finite number > 0", config.norm_eps)
+    _check_rope(rope)
     ids = {"eos_token_id": config.eos_ids, "bos_token_id": {config.bos_id} - {None}}
     for name, values in ids.items():
         for value in values:
             ok = is_int(value) and 0 <= value < config.vocab_size
             require(ok, name, f"a token id in [0, {config.vocab_size})", value)
+
+
+def _check_rope(rope: RopeConfig) -> None:
+    numbers = dataclasses.asdict(rope)
+    for name in ("scaling", "interleaved", "mscale_all_dim"):
+        del numbers[name]
+    for name, value in numbers.items():
+        ok = is_real(value) and 1 / MAX_ROPE <= value <= MAX_ROPE
+        require(ok, f"rope {name}", f"a number > 0, at most {MAX_ROPE:g}", value)
+    # 0 is none.
+    ok = is_real(rope.mscale_all_dim) and 0 <= rope.mscale_all_dim <= MAX_ROPE
+    require(ok, "rope mscale_all_dim", f"a number from 0 to {MAX_ROPE:g}", rope.mscale_all_dim)
+    if rope.scaling == "yarn":
+        require(rope.theta > 1, "rope_theta", "a number > 1 (yarn)", rope.theta)
 
 
 def _check_latent(config: ModelConfig, latent: LatentConfig) -> None:
@@ -269,6 +311,10 @@ def check_experts(experts: ExpertsConfig) -> None:
     )
     ok = is_real(experts.scaling) and experts.scaling > 0
     require(ok, "routed_scaling_factor", "a finite number > 0", experts.scaling)
+    try:
+        check_router(experts)
+    except ValueError as error:
+        raise UnsupportedConfig(f"experts: {error}") from None
     if experts.int4:
         require(experts.width % 32 == 0, "expert width", "a multiple of 32 (int4)", experts.width)
 
@@ -294,7 +340,10 @@ def read_rope(
     default_theta: float = 10_000.0,
     kinds: tuple[str, ...] = ("default", "llama3"),
 ) -> RopeConfig:
-    """Rotary embedding of the published style (`rope_scaling`) or of transformers v5."""
+    """Rotary embedding of the published style (`rope_scaling`) or of transformers v5.
+
+    Raises: UnsupportedConfig naming the field; also of numbers of a scaling without its name.
+    """
     scaling = config.get("rope_scaling") or None
     parameters = config.get("rope_parameters") or None
     if scaling is not None and parameters is not None and scaling != parameters:
@@ -320,6 +369,11 @@ def read_rope(
     if unknown := rope.keys() - known.union(*(ROPE_FIELDS[name] for name in kinds)):
         raise UnsupportedConfig(f"{source}: unknown fields {sorted(unknown)}")
     if kind == "default":
+        scales = set().union(*ROPE_FIELDS.values())
+        if given := sorted(key for key in rope.keys() & scales if rope[key] is not None):
+            raise UnsupportedConfig(
+                f"{source}.rope_type: expected one of {kinds[1:]} beside {given}, got {named[0]!r}"
+            )
         return RopeConfig(theta=theta)
     original = read_size(rope, "original_max_position_embeddings", max_position, high=MAX_POSITION)
     if kind == "yarn":
@@ -339,7 +393,6 @@ def read_rope(
 def _read_yarn(rope: Json, source: str, theta: float, original: int) -> RopeConfig:
     if "factor" not in rope:
         raise UnsupportedConfig(f"{source}: rope type yarn lacks ['factor']")
-    require(theta > 1, "rope_theta", "a number > 1 (yarn)", theta)
     # transformers takes one of the two alone for neither, other readers for its own half.
     given = [key for key in ("mscale", "mscale_all_dim") if rope.get(key) is not None]
     if len(given) == 1:

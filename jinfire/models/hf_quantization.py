@@ -1,5 +1,8 @@
 """The `quantization_config` of a checkpoint: the one int4 scheme that is read, and refusals."""
 
+import dataclasses
+import itertools
+import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -41,18 +44,22 @@ WHOLE: dict[str, tuple[Any, ...]] = {
 }
 WHOLE_NOTES = frozenset(("version", "config_groups", "ignore"))
 
-# Patterns come from an untrusted file: only such that cannot run away are matched.
-PLAIN_PATTERN = re.compile(r"(?:[\w\-^$]|\\?\.|\.\*|\((?:[\w-]+\|)*[\w-]+\))*")
+# A pattern comes from an untrusted file: it is a list of these, of which none repeats another, and
+# it is matched without going back.
+TOKEN = re.compile(r"\.\*|\\?\.|[\w-]+|\((?:[\w-]+\|)*[\w-]+\)")
+ANYTHING = ".*"
 MAX_PATTERN = 200
-MAX_STARS = 4
-MAX_PATTERNS = 64
+MAX_PATTERNS = 32
 
 
-def read_int4(config: Json, whole: Iterable[str], quantised: Iterable[str]) -> bool:
+def read_int4(
+    config: Json, whole: Iterable[str], quantised: Iterable[str], prefix: str = ""
+) -> bool:
     """Whether the routed experts are stored as 4-bit integers, 32 to a scale.
 
     `whole` are names of modules that must be ignored by the scheme, `quantised` of such that must
-    not. Source: compressed-tensors, format "pack-quantized".
+    not; they may stand in the file with `prefix` or without.
+    Source: compressed-tensors, format "pack-quantized".
 
     Raises: UnsupportedConfig naming the field, for every other quantisation.
     """
@@ -78,7 +85,7 @@ def read_int4(config: Json, whole: Iterable[str], quantised: Iterable[str]) -> b
     weights = group.get("weights")
     require(isinstance(weights, Mapping), f"{where_group}.weights", "a JSON object", weights)
     _check(weights, f"{where_group}.weights", SCHEME, SCHEME_NOTES)
-    _check_ignored(scheme.get("ignore"), f"{where}.ignore", whole, quantised)
+    _check_ignored(scheme.get("ignore"), f"{where}.ignore", whole, quantised, prefix)
     return True
 
 
@@ -95,19 +102,20 @@ def _check(
 
 
 def _check_ignored(
-    entries: Any, where: str, whole: Iterable[str], quantised: Iterable[str]
+    entries: Any, where: str, whole: Iterable[str], quantised: Iterable[str], prefix: str
 ) -> None:
     ok = isinstance(entries, list) and all(isinstance(entry, str) for entry in entries)
     require(ok, where, "a list of names", entries)
-    texts = [entry[3:] for entry in entries if entry.startswith("re:")]
-    for text in texts:
-        ok = PLAIN_PATTERN.fullmatch(text[:MAX_PATTERN]) and len(text) <= MAX_PATTERN
-        require(bool(ok) and text.count(".*") <= MAX_STARS, where, "plain patterns", text)
-    require(len(texts) <= MAX_PATTERNS, where, f"at most {MAX_PATTERNS} patterns", len(texts))
-    exact, patterns = set(entries), [re.compile(text) for text in texts]
+    exact = set(entries)
+    patterns: list[Glob] = []
+    for text in dict.fromkeys(entry[3:] for entry in entries if entry.startswith("re:")):
+        patterns += _globs(text, where, MAX_PATTERNS - len(patterns))
 
     def is_ignored(module: str) -> bool:
-        return module in exact or any(pattern.match(module) for pattern in patterns)
+        return any(
+            name in exact or any(pattern.matches(name) for pattern in patterns)
+            for name in dict.fromkeys((module, prefix + module))
+        )
 
     for module in whole:
         if not is_ignored(module):
@@ -115,3 +123,70 @@ def _check_ignored(
     for module in quantised:
         if is_ignored(module):
             raise UnsupportedConfig(f"{where}: {module} is ignored: expected int4 experts")
+
+
+@dataclasses.dataclass(frozen=True)
+class Glob:
+    """A pattern without alternatives: `pieces` of fixed length, with anything between them.
+
+    `ends`: the last piece is the end of the name.
+    """
+
+    pieces: tuple[re.Pattern[str], ...]
+    last_length: int
+    ends: bool
+
+    def matches(self, name: str) -> bool:
+        """Whether the beginning of a name matches.
+
+        The first place of each piece leaves the most to the others, so none is tried twice.
+        """
+        first, *rest = self.pieces
+        found = first.match(name)
+        for piece in rest:
+            if found is None:
+                return False
+            found = piece.search(name, found.end())
+        if found is None or not self.ends:
+            return found is not None
+        start = len(name) - self.last_length
+        # With one piece alone it begins where the name does.
+        in_place = start >= found.start() if rest else start == 0
+        return in_place and self.pieces[-1].match(name, start) is not None
+
+
+def _globs(text: str, where: str, room: int) -> list[Glob]:
+    """A pattern with each choice of its alternatives.
+
+    Raises: UnsupportedConfig where it has other parts than `TOKEN`, or more choices than `room`.
+    """
+    require(len(text) <= MAX_PATTERN, where, "plain patterns", text)
+    body = text.removeprefix("^")
+    ends = body.endswith("$")
+    body = body.removesuffix("$")
+    choices: list[list[str]] = []
+    position = 0
+    while position < len(body):
+        token = TOKEN.match(body, position)
+        require(token is not None, where, "plain patterns", text)
+        assert token is not None
+        part = token.group()
+        choices.append(part[1:-1].split("|") if part.startswith("(") else [part])
+        position = token.end()
+    choices = [list(dict.fromkeys(parts)) for parts in choices]
+    few = math.prod(map(len, choices)) <= room
+    require(few, where, f"at most {MAX_PATTERNS} patterns, alternatives counted", text)
+    return [_glob(parts, ends) for parts in itertools.product(*choices)]
+
+
+def _glob(parts: Iterable[str], ends: bool) -> Glob:
+    pieces = [""]
+    length = 0
+    for part in parts:
+        if part == ANYTHING:
+            pieces.append("")
+            length = 0
+        else:
+            pieces[-1] += part
+            length += 1 if part in (".", "\\.") else len(part)
+    return Glob(tuple(map(re.compile, pieces)), length, ends)

@@ -68,6 +68,9 @@ def parse_text(config: Json, generation: Json, family: str = "llama4_text") -> M
         mlp_key="intermediate_size_mlp",
     )
     width = read_size(config, "intermediate_size", 8192)
+    # Elsewhere null means no chunks, which rotated layers do not have here.
+    chunk = config.get("attention_chunk_size", 8192)
+    require(chunk is not None, "attention_chunk_size", "a number of tokens", chunk)
     return dataclasses.replace(
         model,
         layers=_layers(config, model.num_layers),

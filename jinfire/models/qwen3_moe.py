@@ -32,11 +32,17 @@ OWN_KEYS = frozenset(
     )
 )
 # fmt: on
+INERT = {
+    **INERT_VALUES,
+    "qkv_bias": (False, None),
+    "use_qk_norm": (True, None),
+    "shared_expert_intermediate_size": (0, None),
+}
 
 
 def parse_config(config: Json, generation: Json) -> ModelConfig:
     """A decoder with query and key norms and experts; sliding windows are refused."""
-    check_keys(config, READ | OWN_KEYS, INERT_VALUES)
+    check_keys(config, READ | OWN_KEYS, INERT)
     windowed = read_flag(config, "use_sliding_window", False)
     window = config.get("sliding_window", 4096) if windowed else None
     require(window is None, "use_sliding_window", "false", windowed)

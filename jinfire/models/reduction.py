@@ -4,6 +4,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+from jinfire.models.hf_fields import require
 from jinfire.models.hf_quantization import FP8
 
 # By the name of a size, the fields that may hold it; the first that a config has is it.
@@ -25,6 +26,10 @@ SIZES: dict[str, tuple[str, ...]] = {
 # Fields with one entry for each layer, and such with numbers of layers.
 LAYER_LISTS = ("layer_types", "no_rope_layers")
 LAYER_NUMBERS = ("moe_layers", "mlp_only_layers")
+DERIVED = {
+    "qk_head_dim": ("qk_nope_head_dim", "qk_rope_head_dim"),
+    "head_dim": ("qk_rope_head_dim",),
+}
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -34,7 +39,10 @@ def reduced(config: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, An
     Everything else stays, but for what random weights cannot have: fp8 values, and layers that
     predict further tokens.
 
-    Raises: ValueError naming a size that the architecture does not have.
+    `config` is one that the families read (`parse_architecture`).
+
+    Raises: ValueError naming a size that the architecture does not have, or two that are one;
+    UnsupportedConfig naming a field that a size depends on and that the config leaves out.
     """
     whole = {key: copy.deepcopy(value) for key, value in config.items() if key[:1] != "_"}
     nested = isinstance(whole.get("text_config"), dict)
@@ -53,6 +61,10 @@ def reduced(config: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, An
                 f"{size}: expected a size that the architecture {text.get('model_type')!r} has, "
                 f"one of {list(fields)}"
             )
+        if same := [
+            other for other in sizes if other != size and fields.get(other) == fields[size]
+        ]:
+            raise ValueError(f"{size}: expected one of {[size, *same]}, both are {fields[size]}")
         text[fields[size]] = value
     if "layers" in sizes:
         _cut_layers(text, sizes["layers"])
@@ -62,11 +74,9 @@ def reduced(config: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, An
         _cut_kv_heads(text, before)
     if "qk_nope_head_dim" in text:
         # What transformers v5 writes out although it follows.
-        derived = {
-            "qk_head_dim": text["qk_nope_head_dim"] + text["qk_rope_head_dim"],
-            "head_dim": text["qk_rope_head_dim"],
-        }
-        text |= {key: value for key, value in derived.items() if key in text}
+        for key, parts in DERIVED.items():
+            if text.get(key) is not None:
+                text[key] = sum(_given(text, part) for part in parts)
     if "vocab" in sizes:
         for level in (whole, text):
             level |= fitted_tokens(level, sizes["vocab"])
@@ -94,6 +104,12 @@ def _field(text: Mapping[str, Any], size: str) -> str | None:
     return next((field for field in SIZES[size] if text.get(field) is not None), None)
 
 
+def _given(text: Mapping[str, Any], field: str) -> int:
+    value = text.get(field)
+    require(value is not None, field, "a number, as a size that is set depends on it", value)
+    return text[field]
+
+
 def _cut_layers(text: dict[str, Any], layers: int) -> None:
     for key in LAYER_LISTS:
         if isinstance(text.get(key), list):
@@ -103,14 +119,14 @@ def _cut_layers(text: dict[str, Any], layers: int) -> None:
             text[key] = [layer for layer in text[key] if layer < layers]
     if "first_k_dense_replace" in text:
         # At least one layer of experts stays, or the architecture would be another.
-        text["first_k_dense_replace"] = min(text["first_k_dense_replace"], layers - 1)
+        text["first_k_dense_replace"] = min(_given(text, "first_k_dense_replace"), layers - 1)
 
 
 def _cut_experts(text: dict[str, Any], experts: int) -> None:
     for field in SIZES["experts"]:
         if text.get(field) is not None:
             text[field] = experts
-    text["num_experts_per_tok"] = min(text["num_experts_per_tok"], experts)
+    text["num_experts_per_tok"] = min(_given(text, "num_experts_per_tok"), experts)
     if text.get("n_group") is None:
         return
     # A group is scored by its best two.
@@ -119,7 +135,7 @@ def _cut_experts(text: dict[str, Any], experts: int) -> None:
         for count in range(1, min(text["n_group"], max(1, experts // 2)) + 1)
         if experts % count == 0
     )
-    chosen = min(text["topk_group"], groups)
+    chosen = min(_given(text, "topk_group"), groups)
     needed = -(-text["num_experts_per_tok"] // (experts // groups))
     text["n_group"], text["topk_group"] = groups, max(chosen, needed)
 
