@@ -16,7 +16,7 @@ from jinfire.config import ExpertsConfig, LatentConfig, LayerSpec
 from jinfire.layout import StageLayout
 from jinfire.loading import RandomSource, load_params
 from jinfire.models import parse_config
-from jinfire.models.presets import preset
+from jinfire.models.presets import PRESETS, preset
 from jinfire.planner.footprint import KINDS, Footprint, Workload, weight_kind
 from jinfire.planner.gpus import GIB, GPUS, parse_gpus
 from jinfire.planner.layouts import Fitting, Refused, mesh_specs, plan_model
@@ -223,6 +223,33 @@ def test_collectives_by_hand() -> None:
     assert time.bubble_s == pytest.approx(time.total_s / 9)
 
 
+def test_prefill_counts_the_tokens_of_all_stages() -> None:
+    for layout, tokens in (((1, 8), 2 * 16), ((2, 4), 2 * 2 * 16), ((4, 2), 4 * 2 * 16)):
+        load = dataclasses.replace(SMALL_LOAD, prefill_rows=2)
+        time = prefill_time(footprint(tiny_config(5), *layout), GPUS["H100"], load)
+        assert time.tokens == tokens
+        assert time.tokens_per_s == pytest.approx(tokens / time.total_s)
+        assert time.microbatches == layout[0]
+    assert decode_time(footprint(tiny_config(5), 2, 4), GPUS["H100"], SMALL_LOAD).tokens == 8
+
+
+def test_prefill_expands_latents_and_decode_does_not() -> None:
+    config = dataclasses.replace(tiny_config((LayerSpec("latent"),) * 2), latent=TINY_MOE.latent)
+    found = footprint(config, 1, 2)
+    load = dataclasses.replace(SMALL_LOAD, prefill_rows=3)
+    heads, keys, tokens = 8 // 2, (48 + 16) // 2, 3 * 16
+    # Queries through their own rank, the latents, the output, the MLP.
+    matrices = 16 * 32 + heads * 12 * 16 + 28 * 32 + heads * 8 * 32 + 3 * 24 * 32
+    pairs = heads * keys * (8 + 4 + 8)
+    expansion = heads * keys * (8 + 8) * 24
+    prefill = prefill_time(found, GPUS["H100"], load).tick
+    assert prefill.flops == 2 * 2 * (tokens * (matrices + pairs) + 3 * expansion)
+    absorbed = heads * (8 + 8) * 24 + heads * 48 * (24 + 24 + 4)
+    head = 62 // 2 * 32  # 61 tokens, padded
+    decode = decode_time(found, GPUS["H100"], load).tick
+    assert decode.flops == 2 * 8 * (2 * (matrices + absorbed) + head)
+
+
 def test_terms_add_up() -> None:
     for spec in mesh_specs(8):
         try:
@@ -280,6 +307,27 @@ def test_layout_that_cannot_be() -> None:
     assert "valid sizes: 1 to 5" in refused.refusal
     with pytest.raises(ValueError, match="expected one of 8 devices, got 4"):
         plan_model(tiny_config(5), "8xH100", layout=(2, 2))
+
+
+# Models.
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_every_preset_plans(name, capsys) -> None:
+    assert run("plan", "--model", name, "--gpus", "8xH200", "--json") == 0
+    assert last_json(capsys.readouterr().out)["parameters"] > 1e8
+
+
+def test_fp8_weights_are_counted_in_dtype(tmp_path) -> None:
+    document = preset("deepseek-v3")
+    assert document["quantization_config"]["quant_method"] == "fp8"
+    (tmp_path / "config.json").write_text(json.dumps(document), encoding="utf-8")
+    found = jf.plan(tmp_path, "16xH200", layout=(2, 8)).chosen
+    assert found is not None
+    parameters = sum(found.footprint.parameters.values())
+    assert parameters == pytest.approx(671e9, rel=0.01)
+    # The bias of the routers is float32.
+    assert sum(found.footprint.model_bytes.values()) == pytest.approx(2 * parameters, rel=1e-6)
 
 
 # Published claims, from shapes.
@@ -405,6 +453,10 @@ def test_json_document(capsys) -> None:
     per_token = document["kv_bytes_per_token"]["full"]
     assert 0 <= free - document["kv_tokens_left"] * per_token < 2 * 64 * per_token
     assert document["gpu"]["kind"] == "cited"
+    prefill, (layout,) = document["prefill"], document["layouts"]
+    assert prefill["tokens"] == layout["prefill_tokens"] == 2 * 1024
+    assert layout["prefill_tokens_per_s"] == prefill["tokens_per_s"]
+    assert prefill["tokens_per_s"] == pytest.approx(2 * 1024 / prefill["total_s"])
 
 
 def test_text_names_terms_and_layouts(tmp_path, capsys) -> None:
@@ -416,6 +468,9 @@ def test_text_names_terms_and_layouts(tmp_path, capsys) -> None:
         for text in ("on 2 x H100: fits", "8.0 B", "dense_mlp", "left for KV", "bubble", "NVLink"):
             assert text in out
         assert "1x1x2    refused: expert axis" in out
+    assert "prefill of 1,024 tokens" in out
+    assert run("plan", "--model", path, "--gpus", "2xH100", "--layout", "2x1") == 0
+    assert "prefill of 2,048 tokens" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

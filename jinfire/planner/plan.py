@@ -7,7 +7,7 @@ from typing import Any
 from jinfire.checkpoints import open_checkpoint
 from jinfire.checkpoints.source import read_json
 from jinfire.config import Layout, ModelConfig
-from jinfire.models import parse_config
+from jinfire.models import parse_architecture
 from jinfire.models.presets import PRESETS, preset
 from jinfire.planner.footprint import Workload
 from jinfire.planner.gpus import WORKSPACE_BYTES
@@ -45,12 +45,12 @@ def plan(
 
 
 def read_config(model: str | Path) -> ModelConfig:
-    """The config that a name, a file or a folder describes.
+    """The config that a name, a file or a folder describes, with fp8 weights as any others.
 
     Raises: ValueError listing the names; UnsupportedConfig, CheckpointMismatch.
     """
     if str(model) in PRESETS:
-        return parse_config(preset(str(model)))
+        return parse_architecture(preset(str(model)))
     path = Path(model).expanduser()
     if not path.exists():
         raise ValueError(
@@ -63,7 +63,9 @@ def read_config(model: str | Path) -> ModelConfig:
         source.close()
         return source.config
     generation = file.with_name("generation_config.json")
-    return parse_config(read_json(file), read_json(generation) if generation.exists() else None)
+    return parse_architecture(
+        read_json(file), read_json(generation) if generation.exists() else None
+    )
 
 
 def plan_json(found: Plan) -> dict[str, Any]:
@@ -133,9 +135,12 @@ def _candidate_json(candidate: Candidate) -> dict[str, Any]:
         "fits": candidate.fits,
         "refusal": candidate.refusal,
         "prefill_s": candidate.prefill.total_s,
+        "prefill_tokens": candidate.prefill.tokens,
+        "prefill_tokens_per_s": candidate.prefill.tokens_per_s,
         "decode_s": candidate.decode.total_s,
+        "decode_tokens_per_s": candidate.decode.tokens_per_s,
     }
 
 
 def _time_json(time: PhaseTime) -> dict[str, Any]:
-    return {**dataclasses.asdict(time), "bound": time.bound}
+    return {**dataclasses.asdict(time), "tokens_per_s": time.tokens_per_s, "bound": time.bound}
