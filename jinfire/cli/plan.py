@@ -54,9 +54,15 @@ def add_parser(subparsers: Any) -> None:
         help="pipeline x tensor or pipeline x tensor x expert (default: auto, the fastest at "
         "decode that fits)",
     )
+    parser.add_argument(
+        "--context",
+        type=options.positive,
+        metavar="N",
+        help=f"tokens of a row, prompt and answer (default: {Workload.context}, or all that the "
+        "model has)",
+    )
     defaults = Workload()
     for flag, name, text in (
-        ("--context", "context", "tokens of a row, prompt and answer"),
         ("--rows", "rows", "requests that decode at once"),
         ("--chunk", "chunk", "prompt tokens of a prefill chunk"),
         ("--page-size", "page_size", "tokens in a page of the KV cache"),
@@ -95,7 +101,9 @@ def run(args: argparse.Namespace) -> int:
         raise console.FlagError(
             f"--layout: expected sizes whose product is {count}, got {math.prod(args.layout)}"
         )
-    load = {name: getattr(args, name) for name in ("context", "rows", "chunk", "page_size")}
+    load = {name: getattr(args, name) for name in ("rows", "chunk", "page_size", "steps")}
+    if args.context is not None:
+        load["context"] = args.context
     try:
         found = plan(
             args.model,
@@ -104,7 +112,6 @@ def run(args: argparse.Namespace) -> int:
             dtype=args.dtype,
             verify=args.verify,
             show_progress=True,
-            steps=args.steps,
             **load,
         )
     except ToolchainMissing as missing:
@@ -126,7 +133,7 @@ def _print(model: str, found: Plan) -> None:
     console.print_table(
         f"{model} on {found.num_gpus} x {gpu.name}: {verdict}",
         [
-            ("least GPUs", least),
+            ("least GPUs", f"{least} (analytic)"),
             ("each", f"{_gib(gpu.memory_bytes)}, {_gib(WORKSPACE_BYTES)} of it kept free"),
             ("for", f"{load.rows} rows of {load.context:,} tokens"),
             (

@@ -29,19 +29,19 @@ def plan(
     """What a model needs on `gpus`, e.g. "8xH100"; `load` are fields of `Workload`.
 
     `model` is a preset's name, a `config.json`, a checkpoint or a config; weights are not read.
+    A context that is not given is 8,192 tokens, or all that the model has.
     `layout` is (pipeline, tensor) or (pipeline, tensor, expert); None compares all. With `verify`
     the steps of the chosen layout are compiled at full size and say what weights and activations
-    take.
+    take; where that does not fit, those of the next layout, if none was asked for.
     Raises: ValueError for what is not known or does not go together; UnsupportedConfig;
-    ToolchainMissing where `verify` finds no compiler.
+    ToolchainMissing where `verify` finds no compiler; TypeError for an unknown keyword.
     """
     config = model if isinstance(model, ModelConfig) else read_config(model)
-    found = plan_model(config, gpus, layout=layout, load=Workload(**load), dtype=dtype)
-    if not verify or found.chosen is None:
+    workload = Workload.of(config, **load)
+    found = plan_model(config, gpus, layout=layout, load=workload, dtype=dtype)
+    if not verify:
         return found
-    compiled = verified(found.chosen, show_progress)
-    candidates = tuple(compiled if each is found.chosen else each for each in found.candidates)
-    return dataclasses.replace(found, chosen=compiled, candidates=candidates)
+    return found.verified(lambda candidate: verified(candidate, show_progress))
 
 
 def read_config(model: str | Path) -> ModelConfig:
@@ -78,6 +78,7 @@ def plan_json(found: Plan) -> dict[str, Any]:
     document: dict[str, Any] = {
         "fits": found.fits,
         "min_gpus": found.min_gpus,
+        "min_gpus_source": "analytic",
         "layout": None,
         "bytes_per_device": None,
         "kv_bytes_left": 0,
