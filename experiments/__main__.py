@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+import jinfire as jf
 from experiments import tables
 from experiments.disaggregation import DISAGGREGATION
 from experiments.engine_speed import ENGINE_SPEED
@@ -82,14 +83,14 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0, 1 when a check or a run failed, 2 for a wrong command."""
+    """Exit status: 0, 1 when a check or a run failed, 2 for a wrong command or what it lacks."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if arguments and arguments[0] in EXPERIMENTS:
         arguments = ["run", *arguments]
     args = parser().parse_args(arguments)
     try:
         code, document = COMMANDS[args.command](args)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, FileNotFoundError, jf.ToolchainMissing) as error:
         print(f"experiments: {error}", file=sys.stderr)
         code, document = EXIT_USAGE, {"error": str(error)}
     print(json.dumps(document))

@@ -28,6 +28,7 @@ from jinfire.request import (
 )
 from jinfire.tokenizer import Tokenizer
 from jinfire.training import Routing, TrainableModel
+from pallas_kernels import ToolchainMissing
 from sharding import MeshSpec
 
 __version__ = "0.1.0"
@@ -57,6 +58,7 @@ __all__ = [
     "TokenEvent",
     "TokenLogprobs",
     "Tokenizer",
+    "ToolchainMissing",
     "TrainableModel",
     "TransferFailed",
     "UnknownToken",

@@ -3,15 +3,12 @@
 import dataclasses
 import json
 import sys
+from typing import Any
 
 import pytest
-from commands import errors, last_json, run
 from helpers import tiny_config
 
 import jinfire as jf
-from experiments.harness import Options, as_dict, make_row
-from experiments.kv_capacity import KV_CAPACITY
-from experiments.parallelism import PARALLELISM
 from jinfire.config import ExpertsConfig, LatentConfig, LayerSpec
 from jinfire.layout import StageLayout
 from jinfire.loading import RandomSource, load_params
@@ -19,7 +16,7 @@ from jinfire.models import parse_config
 from jinfire.models.presets import preset
 from jinfire.planner.footprint import KINDS, Footprint, Workload, weight_kind
 from jinfire.planner.gpus import GIB, GPUS, parse_gpus
-from jinfire.planner.layouts import Fitting, Refused, mesh_specs, plan_model
+from jinfire.planner.layouts import Compiled, Fitting, Refused, mesh_specs, plan_model
 from jinfire.planner.roofline import decode_time, prefill_time
 from jinfire.weights import parse_dtype
 from pallas_kernels import TARGET_NAMES, ToolchainMissing
@@ -223,6 +220,33 @@ def test_collectives_by_hand() -> None:
     assert time.bubble_s == pytest.approx(time.total_s / 9)
 
 
+def test_prefill_counts_the_tokens_of_all_stages() -> None:
+    for layout, tokens in (((1, 8), 2 * 16), ((2, 4), 2 * 2 * 16), ((4, 2), 4 * 2 * 16)):
+        load = dataclasses.replace(SMALL_LOAD, prefill_rows=2)
+        time = prefill_time(footprint(tiny_config(5), *layout), GPUS["H100"], load)
+        assert time.tokens == tokens
+        assert time.tokens_per_s == pytest.approx(tokens / time.total_s)
+        assert time.microbatches == layout[0]
+    assert decode_time(footprint(tiny_config(5), 2, 4), GPUS["H100"], SMALL_LOAD).tokens == 8
+
+
+def test_prefill_expands_latents_and_decode_does_not() -> None:
+    config = dataclasses.replace(tiny_config((LayerSpec("latent"),) * 2), latent=TINY_MOE.latent)
+    found = footprint(config, 1, 2)
+    load = dataclasses.replace(SMALL_LOAD, prefill_rows=3)
+    heads, keys, tokens = 8 // 2, (48 + 16) // 2, 3 * 16
+    # Queries through their own rank, the latents, the output, the MLP.
+    matrices = 16 * 32 + heads * 12 * 16 + 28 * 32 + heads * 8 * 32 + 3 * 24 * 32
+    pairs = heads * keys * (8 + 4 + 8)
+    expansion = heads * keys * (8 + 8) * 24
+    prefill = prefill_time(found, GPUS["H100"], load).tick
+    assert prefill.flops == 2 * 2 * (tokens * (matrices + pairs) + 3 * expansion)
+    absorbed = heads * (8 + 8) * 24 + heads * 48 * (24 + 24 + 4)
+    head = 62 // 2 * 32  # 61 tokens, padded
+    decode = decode_time(found, GPUS["H100"], load).tick
+    assert decode.flops == 2 * 8 * (2 * (matrices + absorbed) + head)
+
+
 def test_terms_add_up() -> None:
     for spec in mesh_specs(8):
         try:
@@ -282,6 +306,69 @@ def test_layout_that_cannot_be() -> None:
         plan_model(tiny_config(5), "8xH100", layout=(2, 2))
 
 
+def test_context_is_one_that_the_model_has() -> None:
+    longest = plan_model(tiny_config(5), "H100", load=Workload(context=256))
+    assert longest.fits
+    with pytest.raises(ValueError, match=r"at most the model's 256 positions, got 257"):
+        plan_model(tiny_config(5), "H100", load=Workload(context=257))
+    # Not given, it is no more than the model has.
+    assert jf.plan(tiny_config(5), "H100").load.context == 256
+    assert jf.plan("llama-3.1-8b", "H100").load.context == 8192
+
+
+def test_workload_of_other_types() -> None:
+    for name, value in (("rows", "3"), ("rows", 2.0), ("chunk", True), ("steps", 0)):
+        fields: dict[str, Any] = {name: value}
+        with pytest.raises(ValueError, match=f"{name}: expected an integer >= 1, got {value!r}"):
+            jf.plan(tiny_config(5), "H100", **fields)
+    with pytest.raises(TypeError, match="bogus"):
+        jf.plan(tiny_config(5), "H100", bogus=3)
+
+
+def measured(found: Fitting, temp_bytes: int) -> Fitting:
+    """The layout as if a compiler had said so."""
+    figures = Compiled(found.weights_bytes, temp_bytes, temp_bytes, 1.0, 1.0, GIB, {})
+    return dataclasses.replace(found, compiled=figures)
+
+
+def test_next_layout_is_verified_where_the_first_does_not_fit() -> None:
+    found = plan_model(parse_config(preset("llama-3.1-8b")), "4xL40S")
+    fitting = [c for c in found.candidates if isinstance(c, Fitting) and c.fits]
+    order = sorted(fitting, key=lambda each: each.decode.total_s)
+    assert len(order) > 2
+
+    for wrong in range(len(order) + 1):
+        asked: list[Fitting] = []
+
+        def verify(each: Fitting, asked=asked, wrong=wrong) -> Fitting:
+            asked.append(each)
+            return measured(each, found.gpu.memory_bytes if len(asked) <= wrong else 0)
+
+        plan = found.verified(verify)
+        assert asked == order[: wrong + 1]
+        assert plan.chosen in plan.candidates
+        assert plan.chosen is not None
+        assert plan.chosen.source == "compiled"
+        assert plan.fits == (wrong < len(order))
+        assert not plan.fits or plan.chosen.shape == order[wrong].shape
+        assert plan.min_gpus == found.min_gpus
+
+
+# Models.
+
+
+def test_fp8_weights_are_counted_in_dtype(tmp_path) -> None:
+    document = preset("deepseek-v3")
+    assert document["quantization_config"]["quant_method"] == "fp8"
+    (tmp_path / "config.json").write_text(json.dumps(document), encoding="utf-8")
+    found = jf.plan(tmp_path, "16xH200", layout=(2, 8)).chosen
+    assert found is not None
+    parameters = sum(found.footprint.parameters.values())
+    assert parameters == pytest.approx(671e9, rel=0.01)
+    # The bias of the routers is float32.
+    assert sum(found.footprint.model_bytes.values()) == pytest.approx(2 * parameters, rel=1e-6)
+
+
 # Published claims, from shapes.
 
 
@@ -307,6 +394,10 @@ def test_gpus() -> None:
     for text in ("0xH100", "H1000", "8x", ""):
         with pytest.raises(ValueError, match="expected COUNTxKIND of A100"):
             parse_gpus(text)
+    assert parse_gpus("4096xH100") == (GPUS["H100"], 4096)
+    for count in ("4097", "9" * 5000):
+        with pytest.raises(ValueError, match="expected at most 4096"):
+            parse_gpus(f"{count}xH100")
     for gpu in GPUS.values():
         assert gpu.source
         assert gpu.target is None or gpu.target in TARGET_NAMES
@@ -367,67 +458,3 @@ def test_scout_compiled_at_full_size() -> None:
     assert found.compiled is not None
     assert found.kv_bytes_left > 56 * GIB
     assert found.kv_tokens_left > 1.2e6
-
-
-# Experiments.
-
-
-@pytest.mark.parametrize("experiment", [KV_CAPACITY, PARALLELISM], ids=lambda e: e.name)
-def test_experiments_on_no_device(experiment) -> None:
-    configs = experiment.configs(True)
-    rows = [
-        make_row(experiment, measured, 0.0, smoke=True)
-        for measured in experiment.run(configs, Options())
-    ]
-    assert [row["config"] for row in rows] == [as_dict(config) for config in configs]
-    assert {row["kind"] for row in rows} <= {"analytic", "cited"}
-    (table,) = experiment.tables.values()
-    assert table(rows).rows
-
-
-# The command.
-
-
-def test_json_document(capsys) -> None:
-    argv = ("--context", "4096", "--rows", "8", "--json")
-    assert run("plan", "--model", "kimi-k2.5", "--gpus", "8xH100", "--layout", "2x4", *argv) == 0
-    document = last_json(capsys.readouterr().out)
-    assert document["fits"] is True
-    assert document["min_gpus"] == 8
-    assert document["layout"] == [2, 4, 1]
-    assert document["source"] == "analytic"
-    parts = document["bytes_per_device"]
-    assert parts["total"] == parts["weights"] + parts["kv"] + parts["temp"]
-    assert parts["weights"] == sum(document["weights_by_kind"].values())
-    assert parts["weights"] * 8 >= document["model_bytes"]
-    free = document["usable_bytes"] - parts["weights"] - parts["temp"]
-    assert document["kv_bytes_left"] == 8 * free
-    per_token = document["kv_bytes_per_token"]["full"]
-    assert 0 <= free - document["kv_tokens_left"] * per_token < 2 * 64 * per_token
-    assert document["gpu"]["kind"] == "cited"
-
-
-def test_text_names_terms_and_layouts(tmp_path, capsys) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(preset("llama-3.1-8b")), encoding="utf-8")
-    for model in (path, tmp_path):
-        assert run("plan", "--model", model, "--gpus", "2xH100", "--layout", "auto") == 0
-        out = capsys.readouterr().out
-        for text in ("on 2 x H100: fits", "8.0 B", "dense_mlp", "left for KV", "bubble", "NVLink"):
-            assert text in out
-        assert "1x1x2    refused: expert axis" in out
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (("--model", "kimi-k9", "--gpus", "H100"), "one of deepseek-v3, kimi-k2, kimi-k2.5"),
-        (("--model", "kimi-k2.5", "--gpus", "8xTPU"), "--gpus: expected COUNTxKIND"),
-        (("--model", "kimi-k2.5", "--gpus", "8xH100", "--layout", "2x2"), "product is 8, got 4"),
-        (("--model", "llama-3.1-8b", "--gpus", "A100", "--verify"), "expected one of H100"),
-    ],
-)
-def test_bad_input_is_one_line(argv, message, capsys) -> None:
-    assert run("plan", *argv) == 2
-    (line,) = errors(capsys.readouterr().err)
-    assert message in line

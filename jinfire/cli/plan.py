@@ -54,9 +54,15 @@ def add_parser(subparsers: Any) -> None:
         help="pipeline x tensor or pipeline x tensor x expert (default: auto, the fastest at "
         "decode that fits)",
     )
+    parser.add_argument(
+        "--context",
+        type=options.positive,
+        metavar="N",
+        help=f"tokens of a row, prompt and answer (default: {Workload.context}, or all that the "
+        "model has)",
+    )
     defaults = Workload()
     for flag, name, text in (
-        ("--context", "context", "tokens of a row, prompt and answer"),
         ("--rows", "rows", "requests that decode at once"),
         ("--chunk", "chunk", "prompt tokens of a prefill chunk"),
         ("--page-size", "page_size", "tokens in a page of the KV cache"),
@@ -70,7 +76,8 @@ def add_parser(subparsers: Any) -> None:
         "--dtype",
         choices=("float32", "bfloat16"),
         default="bfloat16",
-        help="data type of weights and KV cache; 4-bit experts stay 4-bit",
+        help="data type of weights and KV cache, also where weights are published in fp8; 4-bit "
+        "experts stay 4-bit",
     )
     parser.add_argument(
         "--verify",
@@ -94,7 +101,9 @@ def run(args: argparse.Namespace) -> int:
         raise console.FlagError(
             f"--layout: expected sizes whose product is {count}, got {math.prod(args.layout)}"
         )
-    load = {name: getattr(args, name) for name in ("context", "rows", "chunk", "page_size")}
+    load = {name: getattr(args, name) for name in ("rows", "chunk", "page_size", "steps")}
+    if args.context is not None:
+        load["context"] = args.context
     try:
         found = plan(
             args.model,
@@ -103,7 +112,6 @@ def run(args: argparse.Namespace) -> int:
             dtype=args.dtype,
             verify=args.verify,
             show_progress=True,
-            steps=args.steps,
             **load,
         )
     except ToolchainMissing as missing:
@@ -125,9 +133,13 @@ def _print(model: str, found: Plan) -> None:
     console.print_table(
         f"{model} on {found.num_gpus} x {gpu.name}: {verdict}",
         [
-            ("least GPUs", least),
+            ("least GPUs", f"{least} (analytic)"),
             ("each", f"{_gib(gpu.memory_bytes)}, {_gib(WORKSPACE_BYTES)} of it kept free"),
-            ("for", f"{load.rows} rows of {load.context:,} tokens, {found.dtype}"),
+            ("for", f"{load.rows} rows of {load.context:,} tokens"),
+            (
+                "data type",
+                f"{found.dtype}, also of what is published in fp8; int4 stays int4",
+            ),
         ],
     )
     if chosen is not None:
@@ -175,12 +187,14 @@ def _print_times(found: Fitting) -> None:
     load = found.load
     print(f"least times, in ms (peaks of the {found.gpu.source})")
     names = ("weights", "kv", "flops", "links", "bubble", "total")
-    print(f"  {'':<26}" + "".join(f"{name:>9}" for name in names) + "  bound by")
+    print(f"  {'':<26}" + "".join(f"{name:>9}" for name in names) + f"{'tokens/s':>12}  bound by")
     for name, time in (
-        (f"prefill of {load.chunk} tokens", found.prefill),
+        (f"prefill of {found.prefill.tokens:,} tokens", found.prefill),
         (f"decode step of {load.rows} rows", found.decode),
     ):
-        print(f"  {name:<26}{_terms(time)}  {time.bound}, bubble {time.bubble_fraction:.0%}")
+        rate = f"{time.tokens_per_s:12,.0f}"
+        bubble = f"bubble {time.bubble_fraction:.0%}"
+        print(f"  {name:<26}{_terms(time)}{rate}  {time.bound}, {bubble}")
     for name, time in (("prefill", found.prefill), ("decode", found.decode)):
         tick = time.tick
         print(
@@ -205,8 +219,8 @@ def _print_layouts(candidates: tuple[Candidate, ...], chosen: Fitting | None) ->
             continue
         print(
             f"{head} {_gib(found.kv_bytes_left)} left for KV, {found.kv_tokens_left:,} tokens, "
-            f"prefill {found.prefill.total_s * 1e3:.1f} ms, "
-            f"decode {found.decode.total_s * 1e3:.2f} ms"
+            f"prefill {found.prefill.tokens_per_s:,.0f} tokens/s, "
+            f"decode {found.decode.total_s * 1e3:.2f} ms a step"
         )
 
 

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator
+from typing import Self
 
 import jax.numpy as jnp
 
@@ -42,12 +43,22 @@ class Workload:
     page_size: int = 64
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            if getattr(self, field.name) < 1:
-                raise ValueError(
-                    f"Workload.{field.name}: expected an integer >= 1, "
-                    f"got {getattr(self, field.name)!r}"
-                )
+        for name, value in dataclasses.asdict(self).items():
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name}: expected an integer >= 1, got {value!r}")
+
+    @classmethod
+    def of(cls, config: ModelConfig, **fields: int) -> Self:
+        """A workload of the model, whose context is no more than the model has if not given."""
+        return cls(**{"context": min(cls.context, config.max_position)} | fields)
+
+    def check(self, config: ModelConfig) -> None:
+        """Raises: ValueError for a context that the model does not have."""
+        if self.context > config.max_position:
+            raise ValueError(
+                f"context: expected at most the model's {config.max_position} positions, "
+                f"got {self.context}"
+            )
 
     @property
     def engine(self) -> EngineConfig:

@@ -72,16 +72,22 @@ _ROWS = (
         source="NVIDIA L40S data sheet",
     ),
 )
+# Far beyond what the links of a server reach, and what layouts are still listed for.
+MAX_COUNT = 4096
+
 GPUS: dict[str, GPU] = {gpu.name: gpu for gpu in _ROWS}
 
 
 def parse_gpus(text: str) -> tuple[GPU, int]:
     """A kind of GPU and how many: "8xH100", or "H100" for one.
 
-    Raises: ValueError listing the kinds.
+    Raises: ValueError listing the kinds, or naming the most that are counted.
     """
     match = re.fullmatch(r"(?:([1-9]\d*)x)?(.+)", text.strip(), re.IGNORECASE)
     gpu = GPUS.get(match[2].upper().replace(" ", "-")) if match else None
     if match is None or gpu is None:
         raise ValueError(f"gpus: expected COUNTxKIND of {', '.join(GPUS)}, got {text!r}")
-    return gpu, int(match[1] or 1)
+    digits = match[1] or "1"
+    if len(digits) > len(str(MAX_COUNT)) or int(digits) > MAX_COUNT:
+        raise ValueError(f"gpus: expected at most {MAX_COUNT}, got {text!r}")
+    return gpu, int(digits)

@@ -1,7 +1,8 @@
 """The layouts of a number of GPUs: which fit, what they hold, how fast they could be."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Self
 
 from jinfire.config import Layout, ModelConfig, Placement
 from jinfire.layout import StageLayout
@@ -146,7 +147,8 @@ class Plan:
     """What a model needs on a number of GPUs.
 
     `chosen` is the asked layout, else the fastest at decode that fits, else the one that needs the
-    least memory; None where the model cannot be split over so many GPUs at all.
+    least memory; None where the model cannot be split over so many GPUs at all. `min_gpus` is
+    counted from shapes, whatever was compiled.
     """
 
     config: ModelConfig
@@ -162,6 +164,22 @@ class Plan:
     def fits(self) -> bool:
         return self.chosen is not None and self.chosen.fits
 
+    def verified(self, verify: Callable[[Fitting], Fitting]) -> Self:
+        """The plan with its choice compiled by `verify`.
+
+        Where the compiler's figures do not fit, the next that fits by the formulas is compiled,
+        until one does or none is left.
+        """
+        chosen, candidates = self.chosen, self.candidates
+        while chosen is not None and chosen.compiled is None:
+            compiled = verify(chosen)
+            candidates = tuple(compiled if each is chosen else each for each in candidates)
+            chosen = choose(candidates)
+            if chosen is not None and not chosen.fits:
+                # None is left: what the compiler said of, though a formula names less elsewhere.
+                chosen = choose(tuple(each for each in candidates if is_compiled(each)))
+        return dataclasses.replace(self, chosen=chosen, candidates=candidates)
+
 
 def plan_model(
     config: ModelConfig,
@@ -174,10 +192,12 @@ def plan_model(
     """The plan of a model on `gpus`, e.g. "8xH100".
 
     `layout` is (pipeline, tensor) or (pipeline, tensor, expert); None compares all.
-    Raises: ValueError for an unknown GPU, or a layout of another number of GPUs.
+    Raises: ValueError for an unknown GPU, a layout of another number of GPUs, a context that the
+    model does not have.
     """
     gpu, count = parse_gpus(gpus)
-    load = load or Workload()
+    load = load or Workload.of(config)
+    load.check(config)
     if layout is None:
         specs = list(mesh_specs(count))
     else:
@@ -214,6 +234,10 @@ def choose(candidates: tuple[Candidate, ...]) -> Fitting | None:
     if fitting:
         return min(fitting, key=lambda found: found.decode.total_s)
     return min(possible, key=lambda found: found.total_bytes, default=None)
+
+
+def is_compiled(candidate: Candidate) -> bool:
+    return isinstance(candidate, Fitting) and candidate.compiled is not None
 
 
 def layout_of(spec: MeshSpec) -> tuple[int, int, int]:

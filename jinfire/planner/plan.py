@@ -7,7 +7,7 @@ from typing import Any
 from jinfire.checkpoints import open_checkpoint
 from jinfire.checkpoints.source import read_json
 from jinfire.config import Layout, ModelConfig
-from jinfire.models import parse_config
+from jinfire.models import parse_architecture
 from jinfire.models.presets import PRESETS, preset
 from jinfire.planner.footprint import Workload
 from jinfire.planner.gpus import WORKSPACE_BYTES
@@ -29,28 +29,28 @@ def plan(
     """What a model needs on `gpus`, e.g. "8xH100"; `load` are fields of `Workload`.
 
     `model` is a preset's name, a `config.json`, a checkpoint or a config; weights are not read.
+    A context that is not given is 8,192 tokens, or all that the model has.
     `layout` is (pipeline, tensor) or (pipeline, tensor, expert); None compares all. With `verify`
     the steps of the chosen layout are compiled at full size and say what weights and activations
-    take.
+    take; where that does not fit, those of the next layout, if none was asked for.
     Raises: ValueError for what is not known or does not go together; UnsupportedConfig;
-    ToolchainMissing where `verify` finds no compiler.
+    ToolchainMissing where `verify` finds no compiler; TypeError for an unknown keyword.
     """
     config = model if isinstance(model, ModelConfig) else read_config(model)
-    found = plan_model(config, gpus, layout=layout, load=Workload(**load), dtype=dtype)
-    if not verify or found.chosen is None:
+    workload = Workload.of(config, **load)
+    found = plan_model(config, gpus, layout=layout, load=workload, dtype=dtype)
+    if not verify:
         return found
-    compiled = verified(found.chosen, show_progress)
-    candidates = tuple(compiled if each is found.chosen else each for each in found.candidates)
-    return dataclasses.replace(found, chosen=compiled, candidates=candidates)
+    return found.verified(lambda candidate: verified(candidate, show_progress))
 
 
 def read_config(model: str | Path) -> ModelConfig:
-    """The config that a name, a file or a folder describes.
+    """The config that a name, a file or a folder describes, with fp8 weights as any others.
 
     Raises: ValueError listing the names; UnsupportedConfig, CheckpointMismatch.
     """
     if str(model) in PRESETS:
-        return parse_config(preset(str(model)))
+        return parse_architecture(preset(str(model)))
     path = Path(model).expanduser()
     if not path.exists():
         raise ValueError(
@@ -63,7 +63,9 @@ def read_config(model: str | Path) -> ModelConfig:
         source.close()
         return source.config
     generation = file.with_name("generation_config.json")
-    return parse_config(read_json(file), read_json(generation) if generation.exists() else None)
+    return parse_architecture(
+        read_json(file), read_json(generation) if generation.exists() else None
+    )
 
 
 def plan_json(found: Plan) -> dict[str, Any]:
@@ -76,6 +78,7 @@ def plan_json(found: Plan) -> dict[str, Any]:
     document: dict[str, Any] = {
         "fits": found.fits,
         "min_gpus": found.min_gpus,
+        "min_gpus_source": "analytic",
         "layout": None,
         "bytes_per_device": None,
         "kv_bytes_left": 0,
@@ -133,9 +136,12 @@ def _candidate_json(candidate: Candidate) -> dict[str, Any]:
         "fits": candidate.fits,
         "refusal": candidate.refusal,
         "prefill_s": candidate.prefill.total_s,
+        "prefill_tokens": candidate.prefill.tokens,
+        "prefill_tokens_per_s": candidate.prefill.tokens_per_s,
         "decode_s": candidate.decode.total_s,
+        "decode_tokens_per_s": candidate.decode.tokens_per_s,
     }
 
 
 def _time_json(time: PhaseTime) -> dict[str, Any]:
-    return {**dataclasses.asdict(time), "bound": time.bound}
+    return {**dataclasses.asdict(time), "tokens_per_s": time.tokens_per_s, "bound": time.bound}

@@ -14,6 +14,9 @@ from jinfire.planner.gpus import GPU
 from jinfire.programs.decode import decode_microbatches
 from sharding import Schedule
 
+# Keys and values of latents; which side of it attention is on is the phase's matter.
+LATENT_UP = "attention.latent_up.weight"
+
 
 @dataclasses.dataclass(frozen=True)
 class Tick:
@@ -29,14 +32,16 @@ class Tick:
 class PhaseTime:
     """Predicted time of a phase and its terms.
 
-    `total_s` is that of one prefill chunk on all its stages and microbatches, or of one decode step
-    of all rows. `weights_s`, `kv_s`, `flops_s` and `link_s` are times of a device at work: while it
-    reads weights, reads keys and values, multiplies, and sends. `bubble_s` is what it waits for
-    other stages.
+    `total_s` is that of one dispatch of prefill, a microbatch for every stage, or of one
+    decode step of all rows; `tokens` are those that it puts through the model. A dispatch of more
+    stages has more tokens: `tokens_per_s` is what layouts are compared by. `weights_s`, `kv_s`,
+    `flops_s` and `link_s` are times of a device at work: while it reads weights, reads keys and
+    values, multiplies, and sends. `bubble_s` is what it waits for other stages.
     """
 
     tick: Tick
     microbatches: int
+    tokens: int
     weights_s: float
     kv_s: float
     flops_s: float
@@ -44,6 +49,10 @@ class PhaseTime:
     bubble_s: float
     total_s: float
     bubble_fraction: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.total_s
 
     @property
     def bound(self) -> str:
@@ -64,18 +73,21 @@ def decode_time(footprint: Footprint, gpu: GPU, load: Workload) -> PhaseTime:
     rows = microbatch_rows(stages, load.rows)
     tick = _tick(footprint, rows, rows, rows, load.context)
     schedule = Schedule(stages, microbatches, load.steps)
-    return _phase(footprint, gpu, tick, schedule)
+    return _phase(footprint, gpu, tick, schedule, rows)
 
 
 def prefill_time(footprint: Footprint, gpu: GPU, load: Workload) -> PhaseTime:
     """One chunk of each row of a prefill dispatch, in the middle of a prompt of `context`."""
     stages = footprint.layout.mesh_spec.pipeline
     tokens = load.prefill_rows * load.chunk
-    tick = _tick(footprint, tokens, load.prefill_rows, 0, (load.context + load.chunk) // 2)
-    return _phase(footprint, gpu, tick, Schedule(stages, stages))
+    context = (load.context + load.chunk) // 2
+    tick = _tick(footprint, tokens, load.prefill_rows, 0, context, expands=True)
+    return _phase(footprint, gpu, tick, Schedule(stages, stages), tokens)
 
 
-def _phase(footprint: Footprint, gpu: GPU, tick: Tick, schedule: Schedule) -> PhaseTime:
+def _phase(
+    footprint: Footprint, gpu: GPU, tick: Tick, schedule: Schedule, tick_tokens: int
+) -> PhaseTime:
     weights_s = tick.weight_bytes / gpu.bandwidth_bytes_per_s
     kv_s = tick.kv_bytes / gpu.bandwidth_bytes_per_s
     flops_s = tick.flops / gpu.peak_flops(footprint.dtype)
@@ -85,6 +97,7 @@ def _phase(footprint: Footprint, gpu: GPU, tick: Tick, schedule: Schedule) -> Ph
     return PhaseTime(
         tick=tick,
         microbatches=busy,
+        tokens=busy * tick_tokens,
         weights_s=weights_s * busy,
         kv_s=kv_s * busy,
         flops_s=flops_s * busy,
@@ -95,10 +108,20 @@ def _phase(footprint: Footprint, gpu: GPU, tick: Tick, schedule: Schedule) -> Ph
     )
 
 
-def _tick(footprint: Footprint, tokens: int, rows: int, head_rows: int, context: int) -> Tick:
+def _tick(
+    footprint: Footprint,
+    tokens: int,
+    rows: int,
+    head_rows: int,
+    context: int,
+    *,
+    expands: bool = False,
+) -> Tick:
     """One microbatch of `tokens` in `rows`, each token over `context` keys.
 
-    `head_rows` are those of whom the head makes logits.
+    `head_rows` are those of whom the head makes logits. With `expands` attention makes keys and
+    values of all heads from the latents of a row's whole context, as prefill does; else queries
+    are brought to the latents, as in decode.
     """
     weight_bytes = flops = 0.0
     tied = footprint.config.tie_embeddings
@@ -109,14 +132,14 @@ def _tick(footprint: Footprint, tokens: int, rows: int, head_rows: int, context:
         used = head_rows if is_head else tokens
         size = tensor.device_elements * tensor.itemsize(footprint.dtype) * count
         weight_bytes += size * _share_read(footprint, tensor, used)
-        if tensor.is_matrix:
+        if tensor.is_matrix and not (expands and tensor.name == LATENT_UP):
             share = _share_multiplied(footprint, tensor)
             flops += 2 * used * tensor.device_elements * tensor.values * count * share
     kv_bytes = 0.0
     for spec in footprint.layout.slot_specs:
         keys = _keys(footprint, spec, context)
         kv_bytes += rows * keys * footprint.layer_kv_bytes
-        flops += tokens * _attention_flops(footprint, spec, keys)
+        flops += _attention_flops(footprint, spec, tokens, rows, keys, expands)
     return Tick(weight_bytes, kv_bytes, flops, _link_bytes(footprint, tokens, head_rows))
 
 
@@ -144,15 +167,21 @@ def _keys(footprint: Footprint, spec: LayerSpec, context: int) -> int:
     return min(context, chunk) if chunk and spec.attention == "chunked" else context
 
 
-def _attention_flops(footprint: Footprint, spec: LayerSpec, keys: int) -> float:
-    """Scores and mixture of one query token on one device: 2 products a key and head."""
+def _attention_flops(
+    footprint: Footprint, spec: LayerSpec, tokens: int, rows: int, keys: int, expands: bool
+) -> float:
+    """Scores and mixture of query tokens in one layer on one device."""
     config = footprint.config
     heads = config.num_heads // footprint.layout.shards
     latent = config.latent
     if spec.attention == "latent" and latent is not None:
-        # Queries are brought to the latents, which are keys and values at once.
-        return 2 * heads * keys * (2 * latent.rank + latent.rope_dim)
-    return 2 * heads * keys * 2 * config.head_dim
+        if not expands:  # the latents are keys and values at once
+            return 2 * tokens * heads * keys * (2 * latent.rank + latent.rope_dim)
+        # New tokens are expanded from their pages, like those before them.
+        made = rows * keys * (latent.nope_dim + latent.value_dim) * latent.rank
+        seen = tokens * keys * (latent.nope_dim + latent.rope_dim + latent.value_dim)
+        return 2 * heads * (made + seen)
+    return 2 * tokens * heads * keys * 2 * config.head_dim
 
 
 def _link_bytes(footprint: Footprint, tokens: int, head_rows: int) -> float:
