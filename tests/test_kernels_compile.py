@@ -30,7 +30,11 @@ def small() -> dict:
     return json.loads(run_python(str(Path(__file__).parent / "gpu_compiles.py")))
 
 
-@pytest.mark.parametrize("target", TARGET_NAMES)
+@pytest.mark.parametrize(
+    "target",
+    # Both are sm_90a, and get the same code but for the number of multiprocessors.
+    [pytest.param(t, marks=[pytest.mark.long] if t != "h200" else []) for t in TARGET_NAMES],
+)
 @pytest.mark.parametrize("name", MOSAIC)
 def test_takes_what_is_recorded(name: str, target: str) -> None:
     rows = aot.measure([name], [target])
