@@ -143,7 +143,13 @@ def test_sizes_of_another_architecture_are_refused(name, size):
 # --- the command
 
 
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.long] if name in ("kimi-k2", "deepseek-v3") else [])
+        for name in SIZES
+    ],
+)
 def test_every_architecture_runs_at_a_small_size(name, tmp_path, capsys):
     folder = tmp_path / "model"
     assert run("init", "--like", name, folder, *flags(SIZES[name]), "--json") == 0

@@ -54,7 +54,18 @@ def case(request: pytest.FixtureRequest) -> Case:
     return Case(CONFIGS[request.param])
 
 
-def test_gradient_matches_differences(case: Case) -> None:
+def test_gradient_of_a_dense_model() -> None:
+    check_gradient(Case(CONFIGS["llama"]))
+
+
+# Minutes of compiling; the gradient of experts' products is in test_grouped_matmul_grad.py.
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["llama4", "kimi"])
+def test_gradient_of_experts(name: str) -> None:
+    check_gradient(Case(CONFIGS[name]))
+
+
+def check_gradient(case: Case) -> None:
     """Of every tensor, along its own gradient, where no token changes its experts."""
     (_, routing), gradients = case.gradient(case.params, case.ids_BT)
     assert gradients.keys() == case.params.keys()
