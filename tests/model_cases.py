@@ -99,7 +99,7 @@ CASES: dict[str, tuple[tuple[str, str, tuple[str, ...]], ...]] = {
         (
             "ml-explore/mlx-lm#907",
             "compressed-tensors weights read as something else",
-            ("test_hf_experts::test_int4", GOLDEN),
+            ("test_hf_quantization::test_int4", GOLDEN),
         ),
         (
             "vllm-project/llm-compressor#1613",
@@ -118,7 +118,7 @@ CASES: dict[str, tuple[tuple[str, str, tuple[str, ...]], ...]] = {
         (
             "sgl-project/sglang#38443",
             "modules of the ignore list quantised",
-            ("test_hf_experts::test_only_experts_are_int4",),
+            ("test_hf_quantization::test_only_experts_are_int4",),
         ),
         (
             "deepseek-ai/DeepSeek-V3#741",

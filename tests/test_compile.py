@@ -1,5 +1,6 @@
 """What programs cost: nothing compiles after the warm-up, pools are updated in place."""
 
+import dataclasses
 import itertools
 import random
 
@@ -24,7 +25,8 @@ from engines import (
     tiny_engine,
 )
 
-from jinfire import Engine, SamplingParams
+from jinfire import Engine, Placement, SamplingParams
+from jinfire.config import ExpertsConfig, LayerSpec
 from jinfire.loading import RandomSource
 
 COMPILED: list[str] = []
@@ -103,6 +105,50 @@ def test_nothing_compiles_after_the_warm_up(placement):
     # The listener was awake all the time.
     jax.jit(lambda x: x * 3 + len(COMPILED))(jnp.zeros(7))
     assert COMPILED[seen:] != []
+
+
+KINDS = {
+    "rings": (
+        dataclasses.replace(
+            MODEL,
+            layers=(
+                LayerSpec("chunked", kv_group="local"),
+                LayerSpec("unrotated"),
+                LayerSpec("chunked", kv_group="local"),
+            ),
+            attention_chunk=12,
+        ),
+        Placement.disaggregated((2, 1), (1, 2)),
+    ),
+    "experts": (
+        dataclasses.replace(
+            MODEL,
+            layers=(LayerSpec(), LayerSpec(mlp="experts"), LayerSpec(mlp="experts")),
+            experts=ExpertsConfig(8, 2, 32, normalise=True),
+        ),
+        Placement.disaggregated((1, 1, 2), (2, 1, 2)),
+    ),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_compiles_late_in_other_models(kind):
+    """Pages of two groups, and experts over their own axis."""
+    model, placement = KINDS[kind]
+    engine = Engine(
+        RandomSource(model),
+        PairTokenizer(),  # type: ignore[arg-type]
+        placement=placement,
+        config=engine_config(context_buckets=(32,), row_buckets=(2,)),
+    )
+    engine.warmup()
+    seen = len(COMPILED)
+    prompts, params = zip(*mixed_requests(60), strict=True)
+    outputs = engine.generate(prompts, params)
+    assert len(outputs) == 60
+    check_idle(engine)
+    assert COMPILED[seen:] == []
 
 
 def test_warm_up_changes_no_token_and_needs_an_idle_engine():
