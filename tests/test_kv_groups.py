@@ -149,6 +149,7 @@ def test_rings_of_chunked_layers(placement):
     check_idle(engine)
 
 
+@pytest.mark.long
 def test_a_ring_as_wide_as_the_table():
     """Then local layers keep everything, like the others."""
     wide = config(prefill_shapes=((1, 64),))
@@ -158,7 +159,9 @@ def test_a_ring_as_wide_as_the_table():
     check(CHUNKED, prompts, engine.generate(prompts, greedy(14, logprobs=2)), 14)
 
 
-@pytest.mark.parametrize("placement", ["one device", "2x1 to 1x2"])
+@pytest.mark.parametrize(
+    "placement", [pytest.param("one device", marks=pytest.mark.long), "2x1 to 1x2"]
+)
 def test_prefix_hits_and_preemption_with_rings(placement):
     """A hit ends where an attention chunk begins, so local layers need nothing from before."""
     engine = Engine(
