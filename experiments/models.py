@@ -29,5 +29,8 @@ MODELS = {
     for model in (
         ModelFile("smollm2", vocab_size=49_152),
         ModelFile("golden_llama31", vocab_size=320, folder="tests/golden/llama31_f32"),
+        ModelFile("golden_llama4", vocab_size=288, folder="tests/golden/llama4_nested_scout_f32"),
+        ModelFile("golden_kimi_k25", vocab_size=288, folder="tests/golden/kimi_k25_int4_sharded"),
+        ModelFile("golden_qwen3_moe", vocab_size=352, folder="tests/golden/qwen3_moe_f32"),
     )
 }

@@ -15,6 +15,8 @@ from jax.sharding import PartitionSpec
 
 from jinfire.config import LayerSpec, ModelConfig
 from jinfire.models.spec import ParamSpec, Skeleton, abstract_tree, skeleton
+from jinfire.supersequence import common_supersequence
+from pallas_kernels import INT4_GROUP
 from sharding import (
     EXPERT,
     PIPELINE,
@@ -39,10 +41,6 @@ RULES = {
     "embed": None,
     "norm": None,
 }
-
-
-INT4_GROUP = 32
-"""Columns of an int4 weight that share a scale, and stay together."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,16 +96,15 @@ class StageLayout:
     def _slots(self) -> tuple[tuple[LayerSpec, tuple[int | None, ...]], ...]:
         """Kind of every slot, and the layer in it by stage.
 
-        The kinds are a sequence of which every stage's layers are a part, in their order. Each
-        slot is what the stage with the most layers left needs next, and all stages that need the
-        same fill it. Stages of one pattern thus get one slot per layer.
+        The kinds are the shortest sequence of which every stage's layers are a part, in their
+        order. A layer takes the first slot of its kind behind the layer before it.
         """
         starts = itertools.accumulate(self.counts, initial=0)
         left = [list(range(*ends)) for ends in itertools.pairwise(starts)]
+        kinds = self.config.layers
         slots = []
-        while any(left):
-            kind = self.config.layers[max(left, key=len)[0]]
-            fits = [bool(layers) and self.config.layers[layers[0]] == kind for layers in left]
+        for kind in common_supersequence([tuple(kinds[i] for i in layers) for layers in left]):
+            fits = [bool(layers) and kinds[layers[0]] == kind for layers in left]
             placed = [
                 layers.pop(0) if fit else None for layers, fit in zip(left, fits, strict=True)
             ]

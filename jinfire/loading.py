@@ -9,12 +9,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jinfire.checkpoints import TensorSource
-from jinfire.checkpoints.int4 import GROUP
 from jinfire.checkpoints.source import normalise
 from jinfire.config import ModelConfig
 from jinfire.layout import PhysicalTensor, StageLayout
 from jinfire.models.spec import ParamSpec, abstract_tree
 from jinfire.progress import progress
+from pallas_kernels import INT4_GROUP
 
 # Root mean square of an even draw from -8 to 7.
 INT4_DEVIATION = math.sqrt(sum(value * value for value in range(-8, 8)) / 16)
@@ -62,7 +62,7 @@ def _draw(generator: np.random.Generator, spec: ParamSpec, shape: tuple[int, ...
     if spec.init == "words":  # of 4-bit values
         return generator.integers(-(2**31), 2**31, shape, np.int32)
     if spec.init == "scales":
-        columns = GROUP * spec.shape[-2]
+        columns = INT4_GROUP * spec.shape[-2]
         deviation = INT4_DEVIATION * math.sqrt(columns)
         return (generator.uniform(0.75, 1.25, shape) / deviation).astype(ml_dtypes.bfloat16)
     values = generator.standard_normal(shape, np.float32)

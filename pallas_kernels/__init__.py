@@ -10,6 +10,8 @@ from pallas_kernels.bench import (
 from pallas_kernels.compiler import TARGET_NAMES, Compiler, Resources, Target
 from pallas_kernels.expanded_latent_attention import expanded_latent_attention
 from pallas_kernels.grouped_matmul import GROUPED_MATMUL, grouped_matmul
+from pallas_kernels.int4_format import GROUP as INT4_GROUP
+from pallas_kernels.int4_format import PER_WORD as INT4_PER_WORD
 from pallas_kernels.int4_format import pack_for_device, unpack_from_device
 from pallas_kernels.int4_matmul import (
     GROUPED_INT4_MATMUL,
@@ -48,6 +50,8 @@ __all__ = [
     "int4_matmul",
     "grouped_int4_matmul",
     "write_pages",
+    "INT4_GROUP",
+    "INT4_PER_WORD",
     "pack_for_device",
     "unpack_from_device",
     # measurement

@@ -117,6 +117,8 @@ class Resources:
     temp_bytes: int
     # Names of the kernels that the optimised program calls, in order.
     calls: tuple[str, ...]
+    # The optimised program as XLA prints it.
+    text: str = dataclasses.field(repr=False)
 
     @property
     def registers(self) -> int:
@@ -177,6 +179,7 @@ class Compiler:
             alias_bytes=memory.alias_size_in_bytes,
             temp_bytes=memory.temp_size_in_bytes,
             calls=tuple(_CALL.findall(text)),
+            text=text,
         )
 
     def compile_kernel(

@@ -1,5 +1,6 @@
 """Meshes, logical-axis rules, pipeline schedules and transfers between meshes."""
 
+from sharding.collectives import Collective, collectives, sent_bytes
 from sharding.expert import exchange, gather_tokens, own_tokens
 from sharding.mesh import (
     AXES,
@@ -18,6 +19,9 @@ from sharding.rules import Rules, check_experts, check_tensor, partition_spec
 from sharding.transfer import InFlight, Side, TransferPlan
 
 __all__ = [
+    "Collective",
+    "collectives",
+    "sent_bytes",
     "AXES",
     "DATA",
     "EXPERT",

@@ -16,6 +16,7 @@ from helpers import margins, random_prompts, tiny_source
 
 from jinfire import Engine, EngineConfig, Placement, RequestOutput, SamplingParams
 from jinfire.checkpoints import open_checkpoint
+from jinfire.layers import moe
 
 PAGE, CHUNK = 4, 16
 CONFIG = EngineConfig(
@@ -131,6 +132,41 @@ def test_slots_without_a_layer_take_no_expert(golden):
         params[name] = jax.device_put(poisoned, params[name].sharding)
     found = engine.generate(prompts, greedy(4))
     assert [o.token_ids for o in found] == [o.token_ids for o in expected]
+
+
+@pytest.fixture
+def always_exchanged(monkeypatch):
+    """Rows go to their experts' devices, also where there are too few for that to pay.
+
+    A layer that was traced before is not traced again for the same shapes, so these are forgotten.
+    """
+    asked = []
+
+    def forced(num_tokens: int, devices: int) -> bool:
+        asked.append(devices)
+        return devices > 1
+
+    monkeypatch.setattr(moe, "exchanges_tokens", forced)
+    jax.clear_caches()
+    yield asked
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize(
+    "size",
+    [(2, 1, 2), *(pytest.param(size, marks=pytest.mark.long) for size in ((2, 2, 2), (1, 2, 4)))],
+)
+def test_rows_are_exchanged_within_a_stage(golden, single_device, always_exchanged, size):
+    model = "qwen3_moe_f32"  # 3 layers: the second of two stages has a slot without one
+    expected = single_device(model)
+    always_exchanged.clear()
+    jax.clear_caches()
+    engine = Engine.from_pretrained(
+        golden(model), dtype="float32", placement=Placement.colocated(size), config=CONFIG
+    )
+    for output, other in zip(run(engine), expected, strict=True):
+        assert_same_output(output, other)
+    assert set(always_exchanged) == {size[2]}
 
 
 @pytest.mark.long

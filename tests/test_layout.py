@@ -126,7 +126,10 @@ PATTERNS = {
         ("Llama 4 Scout", 8, 8),  # ccc u cc and c u ccc u
         ("Llama 4 Scout", 48, 2),
         ("Llama 4 Maverick", 4, 12),
-        ("Llama 4 Maverick", 8, 9),
+        ("Llama 4 Maverick", 5, 12),
+        ("Llama 4 Maverick", 7, 10),
+        ("Llama 4 Maverick", 8, 8),
+        ("Llama 4 Maverick", 9, 8),
     ],
 )
 def test_slots_of_mixed_layers(name, pipeline, slots):

@@ -327,7 +327,7 @@ def test_workload_of_other_types() -> None:
 
 def measured(found: Fitting, temp_bytes: int) -> Fitting:
     """The layout as if a compiler had said so."""
-    figures = Compiled(found.weights_bytes, temp_bytes, temp_bytes, 1.0, 1.0, GIB, {})
+    figures = Compiled(found.weights_bytes, temp_bytes, temp_bytes, 1.0, 1.0, GIB, {}, (), ())
     return dataclasses.replace(found, compiled=figures)
 
 

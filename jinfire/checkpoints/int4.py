@@ -8,9 +8,10 @@ ones after them, which are two exchanges within the word.
 
 import numpy as np
 
-WORDS = 4  # words of a group, whose 32 values share a scale
-PER_WORD = 8
-GROUP = WORDS * PER_WORD
+from pallas_kernels import INT4_GROUP, INT4_PER_WORD
+
+# Words of a group, whose values share a scale.
+WORDS = INT4_GROUP // INT4_PER_WORD
 
 
 def device_words(published_FW: np.ndarray) -> np.ndarray:

@@ -11,11 +11,12 @@ from typing import ClassVar
 
 import numpy as np
 
-from jinfire.checkpoints.int4 import GROUP, PER_WORD, WORDS, device_words, published_words
+from jinfire.checkpoints.int4 import WORDS, device_words, published_words
 from jinfire.checkpoints.source import Index, allowed_dtypes, row_blocks
 from jinfire.config import ModelConfig
 from jinfire.models.family import Fused, Packed, Stored
 from jinfire.models.spec import ParamSpec, abstract_tree
+from pallas_kernels import INT4_GROUP, INT4_PER_WORD
 
 Shape = tuple[int, ...]
 # The published shape of a packed matrix, which its words and scales imply.
@@ -122,13 +123,13 @@ class PackedWords(Stack):
         one = Native((2,), ("int32", "int64"))
         for expert in range(experts.start, experts.stop):
             prefix = self.prefix.replace("{e}", str(expert))
-            yield f"{prefix}.{SHAPE_SUFFIX}", one, (rows, words * PER_WORD)
+            yield f"{prefix}.{SHAPE_SUFFIX}", one, (rows, words * INT4_PER_WORD)
 
     def copies(self, bounds: Index) -> Iterator[Copy]:
         words = bounds[2]
         if words.start % WORDS or words.stop % WORDS:
             raise ValueError(
-                f"{self.name}: expected slices of whole groups of {GROUP} values, {WORDS} words, "
+                f"{self.name}: expected slices of whole groups of {INT4_GROUP} values, {WORDS} words, "
                 f"got {words}"
             )
         return super().copies(bounds)

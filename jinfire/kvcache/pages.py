@@ -72,17 +72,24 @@ def make_pools(
     """Zeroed pools of `num_pages` pages by KV group, the null page included."""
     sharding = NamedSharding(mesh, POOL_SPEC)
 
-    @functools.cache
-    def maker(pages: int, width: int) -> Callable[[], jax.Array]:
+    def pool(pages: int, width: int) -> jax.Array:
         shape = (layout.mesh_spec.pipeline, pages, page_size, layout.kv_heads, width)
-        return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
+        return _maker(shape, dtype, sharding)()
 
     def zeros(group: str) -> Pages:
-        return pages_like(layout.config, lambda width: maker(num_pages[group], width)())
+        return pages_like(layout.config, lambda width: pool(num_pages[group], width))
 
     return {
         group: tuple(zeros(group) for _ in slots) for group, slots in group_slots(layout).items()
     }
+
+
+@functools.lru_cache(maxsize=64)
+def _maker(
+    shape: tuple[int, ...], dtype: jnp.dtype, sharding: NamedSharding
+) -> Callable[[], jax.Array]:
+    """A compiled program that makes zeros; pools are made again after a step that broke off."""
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
 
 
 def pool_bytes(pools: Pools) -> int:

@@ -10,11 +10,8 @@ from jinfire.config import ExpertsConfig, ModelConfig
 from jinfire.layers.linear import MODEL_AXES, param
 from jinfire.layers.mlp import GatedMLP
 from jinfire.layers.routing import check_router, route
-from pallas_kernels import grouped_int4_matmul, grouped_matmul
+from pallas_kernels import INT4_GROUP, INT4_PER_WORD, grouped_int4_matmul, grouped_matmul
 from sharding import EXPERT, TENSOR, exchange, gather_tokens, own_tokens
-
-INT4_PER_WORD = 8
-INT4_PER_SCALE = 32
 
 # Where tokens are exchanged: see `exchanges_tokens`.
 EXCHANGE_DEVICES = 8
@@ -99,13 +96,11 @@ class Int4ExpertLinear(nnx.Module):
         dtype: jnp.dtype,
     ):
         (count, out, into), (experts, out_axis, in_axis) = shape, axes
-        if into % INT4_PER_SCALE:
-            raise ValueError(
-                f"int4 experts: expected inputs in groups of {INT4_PER_SCALE}, got {into}"
-            )
+        if into % INT4_GROUP:
+            raise ValueError(f"int4 experts: expected inputs in groups of {INT4_GROUP}, got {into}")
         self.packed = param((count, out, into // INT4_PER_WORD), axes, "words", dtype, "int32")
         self.scale = param(
-            (count, into // INT4_PER_SCALE, out),
+            (count, into // INT4_GROUP, out),
             (experts, in_axis, out_axis),
             "scales",
             dtype,

@@ -14,8 +14,7 @@ from flax import nnx
 
 from jinfire.config import LayerSpec, ModelConfig
 from jinfire.models.transformer import Transformer
-
-INT4_IN_A_WORD = 8
+from pallas_kernels import INT4_PER_WORD
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +121,7 @@ def parameters_by_tensor(config: ModelConfig) -> dict[str, int]:
     def parameters(name: str, spec: ParamSpec) -> int:
         stem, kind = name.rsplit(".", 1)
         if kind == "packed":
-            return INT4_IN_A_WORD * spec.size
+            return INT4_PER_WORD * spec.size
         return 0 if kind == "scale" and f"{stem}.packed" in tree else spec.size
 
     return {name: parameters(name, spec) for name, spec in tree.items()}

@@ -16,9 +16,10 @@ import jax.numpy as jnp
 from jinfire.config import EngineConfig, LayerSpec, ModelConfig
 from jinfire.kvcache.page_set import FULL, kv_groups
 from jinfire.layout import RULES, StageLayout
-from jinfire.models.spec import INT4_IN_A_WORD, ParamSpec, skeleton
+from jinfire.models.spec import ParamSpec, skeleton
 from jinfire.programs.decode import decode_microbatches
 from jinfire.weights import parse_dtype
+from pallas_kernels import INT4_PER_WORD
 
 # What weights are counted by, in the order of their first use.
 KINDS = (
@@ -93,7 +94,7 @@ class Tensor:
     def values(self) -> float:
         """Parameters in a stored element."""
         if self.name.endswith(".packed"):
-            return INT4_IN_A_WORD
+            return INT4_PER_WORD
         # Of 4-bit experts: what their values are multiplied by, and no parameters.
         return 0 if ".experts." in self.name and self.name.endswith(".scale") else 1
 

@@ -9,7 +9,7 @@ from jinfire.layout import StageLayout
 from jinfire.planner.footprint import Footprint, Workload
 from jinfire.planner.gpus import GIB, GPU, parse_gpus
 from jinfire.planner.roofline import PhaseTime, decode_time, prefill_time
-from sharding import MeshSpec
+from sharding import Collective, MeshSpec
 
 # Layouts of more GPUs are not searched for the least number; links between servers are slower
 # than those that times are predicted for.
@@ -22,7 +22,8 @@ class Compiled:
 
     `weights_bytes` are the arguments less the pages. `prefill_s` and `decode_s` are what tracing
     and compiling took, `host_bytes` the most memory of the process that did it. `kernels` are how
-    often the programs call each kernel of `pallas_kernels`.
+    often the programs call each kernel of `pallas_kernels`. The collectives are those of one
+    dispatch: a chunk for every stage, or all decode steps of `Workload.steps`.
     """
 
     weights_bytes: int
@@ -32,6 +33,8 @@ class Compiled:
     decode_s: float
     host_bytes: int
     kernels: dict[str, int]
+    prefill_collectives: tuple[Collective, ...]
+    decode_collectives: tuple[Collective, ...]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,7 +24,7 @@ from jinfire.planner.layouts import Compiled
 from jinfire.programs.abstract import AbstractPrograms, Sizes
 from jinfire.weights import parse_dtype
 from pallas_kernels import Compiler, Target
-from sharding import MeshSpec
+from sharding import Collective, MeshSpec, collectives
 
 
 def compile_steps(document: dict[str, Any]) -> Compiled:
@@ -48,6 +48,7 @@ def compile_steps(document: dict[str, Any]) -> Compiled:
     compiler = Compiler()
     kernels: collections.Counter[str] = collections.Counter()
     temp, seconds, weights = {}, {}, 0
+    crossed: dict[str, tuple[Collective, ...]] = {}
     lowerings: dict[str, Callable[[], jax.stages.Lowered]] = {
         "prefill": programs.lower_prefill,
         "decode": programs.lower_decode,
@@ -62,6 +63,7 @@ def compile_steps(document: dict[str, Any]) -> Compiled:
         temp[name] = found.temp_bytes + found.output_bytes - found.alias_bytes
         weights = max(weights, found.argument_bytes - programs.pool_bytes())
         kernels.update(found.calls)
+        crossed[name] = collectives(found.text)
         _note(f"{name}: compiled, {seconds[name]:.1f} s in all, {temp[name] / 2**20:.0f} MiB temp")
     return Compiled(
         weights_bytes=weights,
@@ -71,6 +73,8 @@ def compile_steps(document: dict[str, Any]) -> Compiled:
         decode_s=seconds["decode"],
         host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         kernels=dict(kernels),
+        prefill_collectives=crossed["prefill"],
+        decode_collectives=crossed["decode"],
     )
 
 

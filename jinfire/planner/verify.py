@@ -9,6 +9,7 @@ from jinfire.checkpoints.config_json import config_to_json
 from jinfire.planner.gpus import GPUS
 from jinfire.planner.layouts import Compiled, Fitting
 from pallas_kernels import run_python
+from sharding import Collective
 
 
 def verified(found: Fitting, show_progress: bool = False) -> Fitting:
@@ -32,4 +33,8 @@ def verified(found: Fitting, show_progress: bool = False) -> Fitting:
         path = Path(folder) / "steps.json"
         path.write_text(json.dumps(document), encoding="utf-8")
         text = run_python("-m", "jinfire.planner.steps", str(path), show_progress=show_progress)
-    return dataclasses.replace(found, compiled=Compiled(**json.loads(text)))
+    figures = json.loads(text)
+    for phase in ("prefill", "decode"):
+        key = f"{phase}_collectives"
+        figures[key] = tuple(Collective(**each) for each in figures[key])
+    return dataclasses.replace(found, compiled=Compiled(**figures))
