@@ -116,14 +116,14 @@ HloModule jit_step, is_scheduled=true
 
 %wrapped (p: bf16[4,8]) -> bf16[4,8] {
   %p = bf16[4,8]{1,0} parameter(0)
-  ROOT %exchanged = bf16[4,8]{1,0} all-to-all(%p), channel_id=3, replica_groups=[2,4]<=[8], dimensions={0}
+  ROOT %exchanged = bf16[4,8]{1,0} all-to-all(%p), replica_groups=[2,4]<=[8]
 }
 
 %body (arg: (s32[], bf16[4,8])) -> (s32[], bf16[4,8]) {
   %arg = (s32[], bf16[4,8]{1,0}) parameter(0)
   %x = bf16[4,8]{1,0} get-tuple-element(%arg), index=1
-  %all-gather-start = (bf16[4,8]{1,0}, bf16[16,8]{1,0}) all-gather-start(%x), channel_id=1, replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}
-  %all-gather-done = bf16[16,8]{1,0} all-gather-done(%all-gather-start)
+  %begun = (bf16[4,8]{1,0}, bf16[16,8]{1,0}) all-gather-start(%x), replica_groups={{0,1,2,3},{4,5,6,7}}
+  %gathered = bf16[16,8]{1,0} all-gather-done(%begun)
   %started = ((bf16[4,8]{1,0}), bf16[4,8]{1,0}, u32[]) async-start(%x), calls=%wrapped
   %ended = bf16[4,8]{1,0} async-done(%started)
   ROOT %out = (s32[], bf16[4,8]{1,0}) tuple(%i, %ended)
@@ -135,9 +135,9 @@ HloModule jit_step, is_scheduled=true
 
 ENTRY %main (x: bf16[4,8]) -> (s32[], bf16[4,8]) {
   %x.1 = bf16[4,8]{1,0} parameter(0)
-  ROOT %while = (s32[], bf16[4,8]{1,0}) while(%init), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"6"}}
+  ROOT %loop = (s32[], bf16[4,8]{1,0}) while(%x.1), body=%body, TRIPS
 }
-"""
+""".replace("TRIPS", 'backend_config={"known_trip_count":{"n":"6"}}')
 
 
 def test_asynchronous_collectives_count_once() -> None:

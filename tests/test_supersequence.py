@@ -1,4 +1,4 @@
-"""The shortest common supersequence against its definition and, of two sequences, its recurrence."""
+"""The shortest common supersequence against its definition, and of two against its recurrence."""
 
 import functools
 import itertools

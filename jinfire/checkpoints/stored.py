@@ -129,8 +129,8 @@ class PackedWords(Stack):
         words = bounds[2]
         if words.start % WORDS or words.stop % WORDS:
             raise ValueError(
-                f"{self.name}: expected slices of whole groups of {INT4_GROUP} values, {WORDS} words, "
-                f"got {words}"
+                f"{self.name}: expected slices of whole groups of {INT4_GROUP} values, {WORDS} "
+                f"words, got {words}"
             )
         return super().copies(bounds)
 
