@@ -122,7 +122,7 @@ HloModule jit_step, is_scheduled=true
 %body (arg: (s32[], bf16[4,8])) -> (s32[], bf16[4,8]) {
   %arg = (s32[], bf16[4,8]{1,0}) parameter(0)
   %x = bf16[4,8]{1,0} get-tuple-element(%arg), index=1
-  %begun = (bf16[4,8]{1,0}, bf16[16,8]{1,0}) all-gather-start(%x), replica_groups={{0,1,2,3},{4,5,6,7}}
+  %begun = (bf16[4,8]{1,0}, bf16[16,8]{1,0}) all-gather-start(%x), replica_groups={{0,1,2,3},{4,5}}
   %gathered = bf16[16,8]{1,0} all-gather-done(%begun)
   %started = ((bf16[4,8]{1,0}), bf16[4,8]{1,0}, u32[]) async-start(%x), calls=%wrapped
   %ended = bf16[4,8]{1,0} async-done(%started)
