@@ -20,6 +20,8 @@ SLOTS = 2
 # A compiler that sees that a row has two blocks at most unrolls the loop over them, and spills.
 # Lengths in so short a table are clipped outside the kernel, where it cannot see it.
 SHORT_TABLE = 4 * BLOCK
+# Registers of a computing and of the loading thread: as many in all as the launch has, 3 x 168.
+REGISTERS = (232, 40)
 # Splits whose outputs the combine step reads at once.
 SPLITS_AT_ONCE = 8
 # Streaming multiprocessors of an H100 or H200. Each holds one CTA of this kernel.
@@ -362,9 +364,8 @@ def _attend(plan: _Plan, interpret: Any) -> Callable[..., Any]:
             plgpu.barrier_arrive(stored)
 
         cta = lax.axis_index("cta")
-        # Registers a thread: 168 at the launch, and as many in all of the three afterwards.
-        grow = partial(plgpu.set_max_registers, 232, action="increase")
-        shrink = partial(plgpu.set_max_registers, 40, action="decrease")
+        grow = partial(plgpu.set_max_registers, REGISTERS[0], action="increase")
+        shrink = partial(plgpu.set_max_registers, REGISTERS[1], action="decrease")
         roles = ((lead, grow), (follow, grow), (load, shrink))
         for warpgroup, (role, set_registers) in enumerate(roles):
 

@@ -9,6 +9,8 @@ import pytest
 from pallas_kernels import KERNELS, aot
 from pallas_kernels.compiler import TARGET_NAMES, Target
 from pallas_kernels.kernel import is_hopper
+from pallas_kernels.latent_attention_mosaic import REGISTERS as LATENT_REGISTERS
+from pallas_kernels.prefill_attention_mosaic import REGISTERS as PREFILL_REGISTERS
 from pallas_kernels.toolchain import ToolchainMissing, assembler_version, environment, run_python
 
 MOSAIC = [name for name, kernel in KERNELS.items() if "mosaic" in kernel.implementations]
@@ -48,6 +50,26 @@ def test_gpu_check_compiles() -> None:
     """So that time on a GPU is not lost to what could have been seen here."""
     found = json.loads(run_python(str(Path(__file__).parent / "gpu_compiles.py"), "workloads"))
     assert not found, "\n".join(found)
+
+
+def test_launches_bring_the_registers_that_their_warpgroups_ask_for() -> None:
+    """A warpgroup that asks for more than the others gave back waits for ever."""
+    asked = {
+        ("latent_attention", 3): 2 * LATENT_REGISTERS[0] + LATENT_REGISTERS[1],
+        **{
+            ("prefill_attention", computing + 1): computing * own + loading
+            for computing, (own, loading) in PREFILL_REGISTERS.items()
+        },
+    }
+    seen = set()
+    for row in aot.recorded():
+        for launch in row["launches"]:
+            kind = (launch["name"], launch["threads"] // 128)
+            if kind in asked:
+                assert launch["registers"] * kind[1] >= asked[kind], (row["spec"], launch)
+                seen.add(kind)
+    assert ("latent_attention", 3) in seen
+    assert ("prefill_attention", 3) in seen
 
 
 def test_figures_of_a_small_kernel(small: dict) -> None:
