@@ -59,6 +59,7 @@ _BRANCHES = re.compile(
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _LISTED_GROUP = re.compile(r"replica_groups=\{\{([\d,]+)\}")
 _IOTA_GROUP = re.compile(r"replica_groups=\[\d+,(\d+)\]<=")
+_MESH_GROUP = re.compile(r"replica_groups=mesh\[(?P<mesh>[^\]]*)\][^{]*\{(?P<axes>[^}]*)\}")
 _OPERAND = re.compile(r"\(\s*(?:[^%()]*?)%?([\w.\-]+)")
 
 
@@ -155,10 +156,13 @@ def _operand(line: str) -> str:
 def _group_size(line: str, kind: str) -> int:
     if kind == "collective-permute":
         return 2  # a source and a target
-    for pattern in (_IOTA_GROUP, _LISTED_GROUP):
-        if found := pattern.search(line):
-            text = found.group(1)
-            return len(text.split(",")) if pattern is _LISTED_GROUP else int(text)
+    if found := _MESH_GROUP.search(line):
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", found["mesh"])}
+        return math.prod(sizes[axis] for axis in re.findall(r"'(\w+)'", found["axes"]))
+    if found := _IOTA_GROUP.search(line):
+        return int(found.group(1))
+    if found := _LISTED_GROUP.search(line):
+        return len(found.group(1).split(","))
     raise ValueError(f"{kind}: expected replica groups, got {line.strip()[:120]!r}")
 
 
