@@ -1,0 +1,1 @@
+"""Lossless compression of weights: coding on the host, compressed folders, device forms."""
