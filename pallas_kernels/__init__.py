@@ -37,6 +37,7 @@ from pallas_kernels.unweight_format import (
     unweight_encode,
 )
 from pallas_kernels.unweight_huffman import canonical_codes, code_lengths, decode_table
+from pallas_kernels.unweight_matrix import Tiling, UnweightMatrix
 
 KERNELS = {
     kernel.name: kernel
@@ -79,6 +80,9 @@ __all__ = [
     "hash_blob",
     "unweight_decode",
     "unweight_encode",
+    # coded weights
+    "UnweightMatrix",
+    "Tiling",
     # measurement
     "WORKLOADS",
     "SMOKE_WORKLOADS",

@@ -240,6 +240,8 @@ class UnweightHeader:
             given[fitted] = excess
         # No code is shorter than a bit: what follows may allocate a byte for every weight.
         coded = (order.rows - self.verbatim_rows) * order.row
+        if fitted == "stream" and coded and not any(self.lengths):
+            raise Corrupt(f"code lengths: expected a code for {coded} weights, got none")
         if fitted == "stream" and coded > 8 * excess:
             raise Corrupt(f"stream: expected a bit for each of {coded} weights, got {excess} bytes")
         places, start = {}, HEADER_BYTES
