@@ -460,8 +460,7 @@ def status(key):
 
 small, large, folder, form = sys.argv[1:]
 for name, path in ("small", small), ("large", large):
-    coded, again = f"{folder}/coded_{name}", f"{folder}/again_{name}"
-    peaks = []
+    coded, again, peaks = f"{folder}/coded_{name}", f"{folder}/again_{name}", []
     for work in (lambda: compress(path, coded, form, jobs=2), lambda: decompress(coded, again)):
         before = status("VmRSS")
         with open("/proc/self/clear_refs", "w") as file:
@@ -478,9 +477,9 @@ print(*peaks)
 )
 @pytest.mark.parametrize("form", ["huffman", "compact"])
 def test_peak_memory_is_three_times_the_largest_tensor(tmp_path, form):
-    """With several tensors of that size in the file, and after a small file of all dtypes."""
-    large = {f"layer.{n}.weight": np.tile(trained_like((2048, 4096), n), (2, 1)) for n in range(3)}
-    small = {"a": trained_like((256, 256)), "b": trained_like((256, 256), 0, np.float32)}
+    """Of a file with several of them. What is loaded for the first file is not the tensors'."""
+    large = {f"layer.{n}.weight": np.tile(trained_like((1024, 4096), n), (8, 1)) for n in range(2)}
+    small = {"weight": trained_like((256, 256))}
     for name, tensors in (("small", small), ("large", large)):
         save_file(tensors, tmp_path / f"{name}.safetensors")
     paths = [str(tmp_path / f"{name}.safetensors") for name in ("small", "large")]
@@ -490,4 +489,6 @@ def test_peak_memory_is_three_times_the_largest_tensor(tmp_path, form):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     assert done.returncode == 0, done.stderr
     largest = max(tensor.nbytes for tensor in large.values())
-    assert all(int(peak) <= 3 * largest for peak in done.stdout.split())
+    peaks = [int(peak) / largest for peak in done.stdout.split()]
+    assert len(peaks) == 2
+    assert max(peaks) <= 3
