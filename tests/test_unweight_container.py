@@ -12,7 +12,7 @@ import pytest
 import xxhash
 from compressing import INDEX, any_words, files_of, trained_like, write_shards
 from editing import edit_json, stored_tensors
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
@@ -83,7 +83,7 @@ def test_everything_reads_as_from_the_plain_folder(golden, compressed, case):
     coded.close()
 
 
-@pytest.mark.parametrize("case", [TIED, INT4, "llama31_f32"])
+@pytest.mark.parametrize("case", [TIED, INT4])
 def test_logits_are_identical(golden, compressed, case):
     with np.load(golden(case) / "golden.npz") as arrays:
         input_ids = arrays["input_ids"]
@@ -267,25 +267,27 @@ def test_no_tensor_grows(tmp_path, form, case):
     assert (tmp_path / "again" / SINGLE).read_bytes() == source.read_bytes()
 
 
+@settings(max_examples=30)
 @given(
-    shape=st.lists(st.integers(1, 70), min_size=2, max_size=3).map(lambda s: (*s, 64)),
+    shape=st.tuples(st.integers(1, 3), st.integers(1, 140), st.sampled_from([64, 128, 130])),
     data=st.data(),
 )
 def test_any_slice_is_that_slice(tmp_path_factory, shape, data):
-    index = tuple(
-        data.draw(
-            st.tuples(st.integers(0, size), st.integers(0, size)).map(lambda p: slice(*sorted(p)))
-        )
-        for size in shape
-    )
     folder = tmp_path_factory.mktemp("slices")
     tensor = trained_like(shape)
     save_file({"weight": tensor}, folder / SINGLE)
     compress(folder / SINGLE, folder / "coded", jobs=1)
     with TensorFile(folder / "coded" / SINGLE).reading() as read:
-        if tensor[index].size:
+        for _ in range(3):
+            index = tuple(data.draw(slices(size)) for size in shape)
             assert read("weight", index).tobytes() == tensor[index].tobytes()
     shutil.rmtree(folder)
+
+
+def slices(size: int) -> st.SearchStrategy[slice]:
+    """Runs of an axis that are not empty."""
+    ends = st.tuples(st.integers(0, size - 1), st.integers(0, size - 1))
+    return ends.map(lambda pair: slice(min(pair), max(pair) + 1))
 
 
 def test_shares_of_a_known_tensor(tmp_path):
