@@ -1,5 +1,8 @@
 """The Unweight format by its oracle: nothing is lost, damage is found, sizes are as specified."""
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -215,6 +218,19 @@ def test_byte_order_is_explicit() -> None:
         np.testing.assert_array_equal(unweight_encode(other), unweight_encode(words))
     transposed = np.asfortranarray(words)
     np.testing.assert_array_equal(unweight_encode(transposed), unweight_encode(words))
+
+
+def test_the_example_of_the_specification() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "unweight.md").read_text(encoding="utf-8")
+    [block] = re.findall(r"^```unweight\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    lines = [line.split() for line in block.splitlines()]
+    assert [int(line[0], 16) for line in lines] == list(range(0, 16 * len(lines), 16))
+    expected = bytes(int(byte, 16) for line in lines for byte in line[1:])
+    j = np.arange(64)
+    exponents = np.stack([np.array([127, 127, 126, 128])[j % 4], 100 + j])
+    words = (j % 2 << 15 | exponents << 7 | j).astype(np.uint16)
+    assert unweight_encode(words).tobytes() == expected
+    np.testing.assert_array_equal(unweight_decode(expected, (2, 64)), words)
 
 
 @given(st.lists(st.integers(0, 10**6), min_size=1, max_size=16), st.integers(4, 15))
