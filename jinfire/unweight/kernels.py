@@ -375,7 +375,7 @@ def decode_huffman(
 def decode_palette(
     codes, values, across, F, first, last, flags_R, verbatim, v, sm, out, stride, band0, column0
 ):
-    """Words of these tiles.
+    """Words of these tiles; gives -1.
 
     Shapes: codes [R x 32]; values [256] uint16, the two exponents of a byte of codes; the rest as
     in `decode_huffman`.
@@ -397,6 +397,7 @@ def decode_palette(
                     two[j] = values[codes[r * 32 + j]]
                 join_words(exps, 0, sm, r * ROW, out, to)
             r += 1
+    return -1
 
 
 @njit(nogil=True, cache=True)

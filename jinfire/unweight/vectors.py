@@ -4,6 +4,7 @@ Arguments that end in `at` are places in the array before them, in elements. Not
 caller stays inside its arrays. Vectors are unaligned, and bytes are little-endian as the format's.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -65,7 +66,12 @@ def _dummy(context: Any) -> Any:
     return context.get_dummy_value()
 
 
-@intrinsic
+def operation(typing: Callable[..., Any]) -> Callable[..., Any]:
+    """What compiled functions call with the arguments behind `typing`."""
+    return intrinsic(typing)
+
+
+@operation
 def load_u64(typing: Any, data: Any, data_at: Any) -> Any:
     """Eight bytes of a uint8 array as a number."""
 
@@ -75,7 +81,7 @@ def load_u64(typing: Any, data: Any, data_at: Any) -> Any:
     return types.uint64(data, types.int64), lower
 
 
-@intrinsic
+@operation
 def store_u64(typing: Any, data: Any, data_at: Any, value: Any) -> Any:
     """Eight bytes of a uint8 array from a number."""
 
@@ -86,7 +92,7 @@ def store_u64(typing: Any, data: Any, data_at: Any, value: Any) -> Any:
     return types.void(data, types.int64, types.uint64), lower
 
 
-@intrinsic
+@operation
 def split_words(typing: Any, words: Any, at: Any, exps: Any, e_at: Any, sms: Any, s_at: Any) -> Any:
     """Exponents, and bytes of sign and mantissa, of 64 bfloat16 words."""
 
@@ -103,7 +109,7 @@ def split_words(typing: Any, words: Any, at: Any, exps: Any, e_at: Any, sms: Any
     return types.void(words, at, exps, at, sms, at), lower
 
 
-@intrinsic
+@operation
 def join_words(typing: Any, exps: Any, e_at: Any, sms: Any, s_at: Any, words: Any, at: Any) -> Any:
     """The inverse of `split_words`."""
 
@@ -121,7 +127,7 @@ def join_words(typing: Any, exps: Any, e_at: Any, sms: Any, s_at: Any, words: An
     return types.void(exps, at, sms, at, words, at), lower
 
 
-@intrinsic
+@operation
 def split_nibbles(typing: Any, words: Any, at: Any, nibbles: Any, n_at: Any) -> Any:
     """The 64 values of 16 words (32 bytes) of 4-bit values, a byte each."""
 
@@ -133,7 +139,7 @@ def split_nibbles(typing: Any, words: Any, at: Any, nibbles: Any, n_at: Any) -> 
     return types.void(words, types.int64, nibbles, types.int64), lower
 
 
-@intrinsic
+@operation
 def join_nibbles(typing: Any, nibbles: Any, n_at: Any, words: Any, at: Any) -> Any:
     """The inverse of `split_nibbles`."""
 
@@ -145,7 +151,7 @@ def join_nibbles(typing: Any, nibbles: Any, n_at: Any, words: Any, at: Any) -> A
     return types.void(nibbles, types.int64, words, types.int64), lower
 
 
-@intrinsic
+@operation
 def equal_bits(typing: Any, data: Any, data_at: Any, value: Any) -> Any:
     """Bit j says whether byte j of 64 is the value."""
 
@@ -158,7 +164,7 @@ def equal_bits(typing: Any, data: Any, data_at: Any, value: Any) -> Any:
     return types.uint64(data, types.int64, types.uint8), lower
 
 
-@intrinsic
+@operation
 def select_bits(
     typing: Any, bit0: Any, bit1: Any, bit2: Any, values: Any, values_at: Any, out: Any, at: Any
 ) -> Any:
@@ -183,7 +189,7 @@ def select_bits(
     return types.void(bits, bits, bits, values, at, out, at), lower
 
 
-@intrinsic
+@operation
 def lowest_bit(typing: Any, bits: Any) -> Any:
     """Place of the lowest bit that is set, 64 where none is."""
 
