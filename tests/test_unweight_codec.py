@@ -1,16 +1,18 @@
 """The fast codec: the oracle's bytes, parts of a tensor, threads, and blobs that lie."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from unweight_words import FORMS, SHAPES, forged, gaussian, nibble_words
 
-from jinfire.unweight import codec, tiles
+from jinfire.unweight import codec, kernels, tiles
 from jinfire.unweight.device import device_form
 from pallas_kernels import (
     Corrupt,
@@ -27,6 +29,16 @@ MAKERS: dict[str, Callable[[tuple[int, ...]], np.ndarray]] = {
     "F32": lambda shape: gaussian(shape, "F32"),
     "I32": nibble_words,
 }
+
+kinds_and_forms = pytest.mark.parametrize(
+    ("kind", "form"),
+    [
+        (kind, form)
+        for kind in MAKERS
+        for form in FORMS
+        if kind != "I32" or form in ("raw", "huffman")  # 4-bit values have no other
+    ],
+)
 
 
 @pytest.fixture
@@ -59,11 +71,8 @@ def test_every_pattern_as_the_oracle(form: str) -> None:
     same_bytes(np.sort(patterns << 1 | patterns >> 15).reshape(512, 128), form)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("kind", MAKERS)
+@kinds_and_forms
 def test_every_shape_as_the_oracle(form: str, kind: str) -> None:
-    if kind == "I32" and form not in ("raw", "huffman"):
-        pytest.skip("4-bit values have two forms")
     for shape in SHAPES:
         same_bytes(MAKERS[kind](shape), form)
     if kind == "BF16":
@@ -80,13 +89,10 @@ def test_threads_change_nothing(form: str, jobs: int) -> None:
     same_bytes(with_odd_rows(gaussian((33, 1001))), form, jobs)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("kind", MAKERS)
+@kinds_and_forms
 @pytest.mark.parametrize("shape", [(200, 256), (70, 520)], ids=str)
 @pytest.mark.usefixtures("many_threads")
 def test_parts_are_slices_of_the_whole(form: str, kind: str, shape: tuple[int, int]) -> None:
-    if kind == "I32" and form not in ("raw", "huffman"):
-        pytest.skip("4-bit values have two forms")
     words = MAKERS[kind](shape)
     if kind == "BF16":
         words = with_odd_rows(words)
@@ -280,6 +286,11 @@ def test_entropy() -> None:
 )
 def test_anything_as_the_oracle(words: np.ndarray, form: str) -> None:
     same_bytes(words, form)
+
+
+def test_compiled_kernels_are_those_of_the_source() -> None:
+    source = (Path(kernels.__file__).parent / "vectors.py").read_bytes()
+    assert xxhash.xxh3_64(source).hexdigest() == kernels.VECTORS
 
 
 def from_device(matrix, words: np.ndarray) -> np.ndarray:

@@ -14,6 +14,8 @@ from numba.extending import intrinsic
 ROW = 64
 BYTE, HALF, LONG = ir.IntType(8), ir.IntType(16), ir.IntType(64)
 LANES = ir.IntType(32)
+CACHE_LINE = 64
+_PREFETCH = ir.FunctionType(ir.VoidType(), [BYTE.as_pointer(), *[LANES] * 3])
 
 
 def _vector(element: ir.Type, length: int = ROW) -> ir.VectorType:
@@ -30,17 +32,17 @@ class _Rows:
     def __init__(self, context: Any, builder: Any, signature: Any) -> None:
         self.context, self.builder, self.signature = context, builder, signature
 
-    def _pointer(self, args: Any, argument: int, kind: ir.Type) -> Any:
+    def pointer(self, args: Any, argument: int, kind: ir.Type) -> Any:
         array = self.context.make_array(self.signature.args[argument])
         data = array(self.context, self.builder, args[argument]).data
         place = self.builder.gep(data, [args[argument + 1]])
         return self.builder.bitcast(place, kind.as_pointer())
 
     def load(self, args: Any, argument: int, kind: ir.Type) -> Any:
-        return self.builder.load(self._pointer(args, argument, kind), align=1)
+        return self.builder.load(self.pointer(args, argument, kind), align=1)
 
     def store(self, args: Any, argument: int, value: Any) -> None:
-        self.builder.store(value, self._pointer(args, argument, value.type), align=1)
+        self.builder.store(value, self.pointer(args, argument, value.type), align=1)
 
     def nibbles(self, packed: Any) -> Any:
         """The 64 nibbles of 32 bytes, low ones first, a byte each."""
@@ -60,6 +62,12 @@ class _Rows:
             for first in (0, 1)
         )
         return b.or_(low, b.shl(high, _constant(high.type, 4)))
+
+
+def _spread(builder: Any, value: Any) -> Any:
+    """A byte in all of 64 places."""
+    one = builder.insert_element(ir.Constant(_vector(BYTE), ir.Undefined), value, LANES(0))
+    return builder.shuffle_vector(one, one, _constant(_vector(LANES), 0))
 
 
 def _dummy(context: Any) -> Any:
@@ -157,11 +165,37 @@ def equal_bits(typing: Any, data: Any, data_at: Any, value: Any) -> Any:
 
     def lower(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         byte, b = _Rows(context, builder, signature).load(args, 0, _vector(BYTE)), builder
-        one = b.insert_element(ir.Constant(byte.type, ir.Undefined), args[2], LANES(0))
-        same = b.shuffle_vector(one, one, _constant(_vector(LANES), 0))
-        return b.bitcast(b.icmp_unsigned("==", byte, same), LONG)
+        return b.bitcast(b.icmp_unsigned("==", byte, _spread(b, args[2])), LONG)
 
     return types.uint64(data, types.int64, types.uint8), lower
+
+
+@operation
+def outside_bits(typing: Any, words: Any, at: Any, low: Any, span: Any) -> Any:
+    """Bit j says that the exponent of word j of 64 is not in `low` to `low + span`."""
+
+    def lower(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word, b = _Rows(context, builder, signature).load(args, 0, _vector(HALF)), builder
+        exponent = b.trunc(b.lshr(word, _constant(word.type, 7)), _vector(BYTE))
+        above = b.sub(exponent, _spread(b, args[2]))
+        return b.bitcast(b.icmp_unsigned(">", above, _spread(b, args[3])), LONG)
+
+    return types.uint64(words, types.int64, types.uint8, types.uint8), lower
+
+
+@operation
+def prefetch(typing: Any, words: Any, at: Any) -> Any:
+    """Asks for the 64 words from a place on, which need not be in the array, to be in the cache."""
+
+    def lower(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        fetch = builder.module.declare_intrinsic("llvm.prefetch", [BYTE.as_pointer()], _PREFETCH)
+        pointer = _Rows(context, builder, signature).pointer(args, 0, BYTE)
+        for offset in (0, CACHE_LINE):
+            line = builder.gep(pointer, [LONG(offset)])
+            builder.call(fetch, [line, LANES(0), LANES(3), LANES(1)])
+        return _dummy(context)
+
+    return types.void(words, types.int64), lower
 
 
 @operation
