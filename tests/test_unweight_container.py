@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import xxhash
 from compressing import INDEX, any_words, files_of, trained_like, write_shards
-from editing import edit_json, stored_tensors
+from editing import edit_json, edit_tensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -123,20 +123,58 @@ def test_int4_words_and_their_scales_are_coded(compressed, tmp_path):
     assert files_of(tmp_path / "again") == {SINGLE: (tmp_path / SINGLE).read_bytes()}
 
 
-def test_tied_head_is_compared(damaged):
-    """The check of a config's claim, on a compressed folder: its head is another matrix."""
-    folder = damaged(TIED)
-    decompress(folder, folder.parent / "plain")
-    plain = folder.parent / "plain"
-    embed = stored_tensors(plain)["model.embed_tokens.weight"]
-    save_file({"lm_head.weight": embed * embed.dtype.type(2)}, plain / "head.safetensors")
-    edit_json(
-        plain / INDEX,
-        lambda index: index["weight_map"].update({"lm_head.weight": "head.safetensors"}),
-    )
-    compress(plain, folder.parent / "coded")
-    with pytest.raises(CheckpointMismatch, match=r"lm_head\.weight differs from model\.embed"):
-        open_checkpoint(folder.parent / "coded")
+def change_dtype(tensors: dict) -> None:
+    tensors[CHANGED] = tensors[CHANGED].astype(np.float32).astype(np.int32)
+
+
+def change_shape(tensors: dict) -> None:
+    tensors[CHANGED] = tensors[CHANGED][:, :32].copy()
+
+
+CHANGED = "model.layers.3.mlp.gate_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.pop(CHANGED), "missing tensors"),
+        (lambda tensors: tensors.update(more=tensors[CHANGED].copy()), "unexpected tensors: more"),
+        (change_shape, "tensors of another shape"),
+        (change_dtype, "expected dtypes"),
+        (
+            lambda tensors: tensors.update({"lm_head.weight": trained_like((384, 64), 5)}),
+            r"lm_head\.weight differs from model\.embed",
+        ),
+    ],
+    ids=["missing", "more", "shape", "dtype", "tied head"],
+)
+def test_a_compressed_folder_is_checked_as_a_plain_one(golden, tmp_path, change, message):
+    """Word for word: what is refused there is refused here."""
+    plain = Path(shutil.copytree(golden(TIED), tmp_path / "plain"))
+    edit_tensors(max(plain.glob("*.safetensors")), change)
+    stored = {p.name: load_file(p) for p in sorted(plain.glob("*.safetensors"))}
+    weight_map = {name: shard for shard, tensors in stored.items() for name in tensors}
+    edit_json(plain / INDEX, lambda index: index.update(weight_map=weight_map))
+    compress(plain, tmp_path / "coded", jobs=1)
+    said = []
+    for folder in (plain, tmp_path / "coded"):
+        with pytest.raises(CheckpointMismatch, match=message) as refusal:
+            open_checkpoint(folder)
+        said.append(str(refusal.value).replace(str(folder), "folder"))
+    assert said[0] == said[1]
+
+
+def test_constants_of_int4_are_checked_as_in_a_plain_folder(golden, tmp_path):
+    plain = Path(shutil.copytree(golden(INT4), tmp_path / "plain"))
+    name = "language_model.model.layers.3.mlp.experts.0.up_proj.weight_shape"
+
+    def change(tensors: dict) -> None:
+        tensors[name] = tensors[name] + 1
+
+    edit_tensors(max(plain.glob("*.safetensors")), change)
+    compress(plain, tmp_path / "coded", jobs=1)
+    with pytest.raises(CheckpointMismatch, match=name.replace(".", r"\.") + ": expected"):
+        open_checkpoint(tmp_path / "coded").read("layers.3.mlp.experts.up.packed", ())
 
 
 # --- files
@@ -210,6 +248,7 @@ def test_indexes_of_other_writers_come_back(tmp_path, indent):
 
 SHAPES = {
     "scalar": (),
+    'é "\n': (70, 64),
     "one": (1,),
     "empty": (0, 64),
     "odd": (67, 129),
@@ -240,7 +279,7 @@ def test_any_shape_and_dtype_comes_back(tmp_path, form, dtype):
     description = describe_compressed(tmp_path / "coded")
     coded = {size.name for size in description.tensors if size.form != "raw"}
     if dtype in (ml_dtypes.bfloat16, np.float32):
-        assert coded == {"odd", "flat", "stack", "thin"}
+        assert coded == {'é "\n', "odd", "flat", "stack", "thin"}
     else:
         assert coded == set()
         assert description.left_raw().keys() == {TensorFile(source).dtype("odd")}
