@@ -268,6 +268,10 @@ def test_words_in_another_order_of_memory() -> None:
         words.astype(">u2"),
     ):
         np.testing.assert_array_equal(codec.encode(other), expected)
+    unaligned = np.frombuffer(b"x" + words.tobytes(), np.uint16, offset=1).reshape(words.shape)
+    compiled = len(kernels.encode_huffman.signatures)
+    np.testing.assert_array_equal(codec.encode(unaligned), expected)
+    assert len(kernels.encode_huffman.signatures) == compiled == 1
 
 
 def test_bits_per_trained_weight() -> None:
