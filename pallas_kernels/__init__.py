@@ -22,7 +22,19 @@ from pallas_kernels.latent_attention import LATENT_ATTENTION, latent_attention
 from pallas_kernels.paged_attention import PAGED_ATTENTION, paged_attention, write_pages
 from pallas_kernels.prefill_attention import PREFILL_ATTENTION, prefill_attention
 from pallas_kernels.toolchain import ToolchainMissing, run_python
-from pallas_kernels.unweight_matrix import Tiling, UnweightMatrix
+from pallas_kernels.unweight_decompress import (
+    UNWEIGHT_COMPACT,
+    UNWEIGHT_EXPONENT,
+    UNWEIGHT_EXPONENTS,
+    UNWEIGHT_HUFFMAN,
+    UNWEIGHT_PALETTE,
+    UNWEIGHT_TRANSCODE,
+    unweight_decompress,
+    unweight_exponents,
+    unweight_transcode,
+)
+from pallas_kernels.unweight_decompress_xla import unweight_rows
+from pallas_kernels.unweight_matrix import MatrixTiling, UnweightMatrix
 
 KERNELS = {
     kernel.name: kernel
@@ -33,6 +45,12 @@ KERNELS = {
         GROUPED_MATMUL,
         INT4_MATMUL,
         GROUPED_INT4_MATMUL,
+        UNWEIGHT_PALETTE,
+        UNWEIGHT_EXPONENT,
+        UNWEIGHT_COMPACT,
+        UNWEIGHT_HUFFMAN,
+        UNWEIGHT_EXPONENTS,
+        UNWEIGHT_TRANSCODE,
     )
 }
 
@@ -52,8 +70,12 @@ __all__ = [
     "pack_for_device",
     "unpack_from_device",
     # coded weights
+    "unweight_decompress",
+    "unweight_exponents",
+    "unweight_transcode",
+    "unweight_rows",
     "UnweightMatrix",
-    "Tiling",
+    "MatrixTiling",
     # measurement
     "WORKLOADS",
     "SMOKE_WORKLOADS",
