@@ -34,6 +34,12 @@ from pallas_kernels.unweight_decompress import (
     unweight_transcode,
 )
 from pallas_kernels.unweight_decompress_xla import unweight_rows
+from pallas_kernels.unweight_matmul import (
+    GROUPED_MATMULS,
+    MATMULS,
+    grouped_unweight_matmul,
+    unweight_matmul,
+)
 from pallas_kernels.unweight_matrix import MatrixTiling, UnweightMatrix
 
 KERNELS = {
@@ -51,6 +57,8 @@ KERNELS = {
         UNWEIGHT_HUFFMAN,
         UNWEIGHT_EXPONENTS,
         UNWEIGHT_TRANSCODE,
+        *MATMULS.values(),
+        *GROUPED_MATMULS.values(),
     )
 }
 
@@ -73,6 +81,8 @@ __all__ = [
     "unweight_decompress",
     "unweight_exponents",
     "unweight_transcode",
+    "unweight_matmul",
+    "grouped_unweight_matmul",
     "unweight_rows",
     "UnweightMatrix",
     "MatrixTiling",

@@ -125,3 +125,17 @@ ARRAYS_OF = {
     "unweight_exponents": exponents_arrays,
     "unweight_transcode": transcode_arrays,
 }
+
+
+def product_arrays(form: str, key: jax.Array, F: int, D: int) -> Arrays:
+    """Arrays of a form to multiply with: no exponent is so large that a product is none."""
+    arrays = ARRAYS_OF[f"unweight_{form}"](key, F, D)
+    for name in {"exponents", "verbatim", "escapes"} & arrays.keys():
+        arrays[name] = jnp.uint8(104) + arrays[name] % 16
+    return arrays
+
+
+def grouped_arrays(form: str, key: jax.Array, experts: int, F: int, D: int) -> Arrays:
+    """The same for experts, which are all alike."""
+    arrays = product_arrays(form, key, F, D)
+    return {name: jnp.repeat(x[None], experts, axis=0) for name, x in arrays.items()}

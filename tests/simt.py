@@ -56,6 +56,11 @@ def _bits_from(a: np.ndarray, start: np.ndarray, count: np.ndarray) -> np.ndarra
     return a >> start & (U64(1) << count) - U64(1)
 
 
+def _signed_bits_from(a: np.ndarray, start: np.ndarray, count: np.ndarray) -> np.ndarray:
+    found = _bits_from(a, start, count)
+    return found - (found >> count - U64(1) << count)
+
+
 # By the instruction's first word and, where there is one, what says which kind it is. Results are
 # cut to the width of the type.
 OPERATIONS: dict[str, Callable[..., np.ndarray]] = {
@@ -80,9 +85,11 @@ OPERATIONS: dict[str, Callable[..., np.ndarray]] = {
     "popc": lambda a: np.bitwise_count(a).astype(U64),
     "brev": lambda a: np.array([int(f"{int(x):032b}"[::-1], 2) for x in a], U64),
     "clz": lambda a: np.array([32 - int(x).bit_length() for x in a], U64),
+    "bfe.s32": _signed_bits_from,
     "bfe": _bits_from,
     "lop3": _lut,
     "shf.r.wrap": _funnel,
+    "prmt.b32.f4e": lambda low, high, first: _funnel(low, high, (first & U64(3)) * U64(8)),
     "prmt": _permute,
     "selp": lambda a, b, flag: np.where(flag != 0, a, b),
 }
@@ -108,7 +115,7 @@ class Machine:
         self.blocks = blocks
         self.count = blocks * THREADS
         self._read(code)
-        sizes = [-(-x.nbytes // ALIGN + 1) * ALIGN for x in arrays]
+        sizes = [(-(-x.nbytes // ALIGN) + 1) * ALIGN for x in arrays]
         self.places = np.cumsum([ALIGN, *sizes]).tolist()
         self.shared = self.places[-1]
         self.memory = np.full(self.shared + blocks * SHARED_BYTES, 0xAA, np.uint8)
@@ -173,6 +180,9 @@ class Machine:
             self._move(name, operands)
         elif name.startswith("shfl"):
             self._shuffle(name, operands)
+        elif name.startswith("vote.sync.any"):
+            flags = self._warps(self._value(operands[1])).any(axis=1)
+            self._write(operands[0], np.repeat(flags, LANES).astype(U64))
         elif name.startswith("elect"):
             self._write(operands[0].split("|")[-1], self.registers["%laneid"][self.active] == 0)
         elif not name.startswith(("fence", "mbarrier", "griddepcontrol")):
@@ -235,9 +245,14 @@ class Machine:
                 word = self._value(register)[:, None].copy().view(np.uint8)
                 self.memory[bytes_at] = word[:, :size]
 
-    def _shuffle(self, name: str, operands: list[str]) -> None:
+    def _warps(self, values: np.ndarray) -> np.ndarray:
+        """Values of the active threads by warp."""
         warps = self.active // LANES
-        assert (np.bincount(warps)[np.unique(warps)] == LANES).all(), "part of a warp shuffles"
+        whole = (np.bincount(warps)[np.unique(warps)] == LANES).all()
+        assert whole, "part of a warp exchanges values"
+        return values.reshape(-1, LANES)
+
+    def _shuffle(self, name: str, operands: list[str]) -> None:
         source, by, clamp = (self._value(x) for x in operands[1:4])
         lane = self.registers["%laneid"][self.active]
         mode = name.split(".")[2]
@@ -250,12 +265,14 @@ class Machine:
             lowest = lane & (clamp >> U64(8) & U64(31))
             other = np.where(lane >= lowest + by, lane - by, lane)
         first = np.arange(self.active.size) // LANES * LANES
+        self._warps(source)
         self._write(operands[0].split("|")[0], source[first + other.astype(np.int64)])
 
     def _compute(self, name: str, operands: list[str], text: str) -> None:
         target, *rest = operands
         head, *kinds = name.split(".")
-        bits = int("".join(c for c in kinds[-1] if c.isdigit())) if kinds[-1] != "pred" else 1
+        kind = kinds[0] if head == "prmt" else kinds[-1]
+        bits = int("".join(c for c in kind if c.isdigit())) if kind != "pred" else 1
         values = [self._value(x) for x in rest]
         signed = kinds[-1].startswith("s")
         if head == "setp":
