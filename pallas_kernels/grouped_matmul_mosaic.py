@@ -100,6 +100,7 @@ class WeightTiles:
     part of the tile's features and the slot's rows of x, in `pending` groups of WGMMA instructions
     that may still run when the next step begins.
     `x_row_bytes`: width of the swizzle of x, which is also the depth of a group of instructions.
+    `registers`: those of a thread that copies and of one that multiplies, where they differ.
     """
 
     buffers: Sequence[Any]
@@ -109,6 +110,7 @@ class WeightTiles:
     pending: int
     x_row_bytes: int
     start: Callable[..., Any] = lambda refs, group: None
+    registers: tuple[int, int] | None = None
 
 
 def swizzled(shape: tuple[int, ...], dtype: Any, row_bytes: int = 128) -> Any:
@@ -262,8 +264,13 @@ def _multiply_tile(plan: _Plan, tile_refs, x_ref, weight_refs, out_ref, shared: 
     def at(step, slot) -> Step:
         return Step(group, first_feature, (split * plan.steps + step) * blocks.depth, slot)
 
+    registers = plan.form.registers
+
     @pl.when((rows > 0) & in_group & (warpgroup == blocks.warpgroups))
     def _() -> None:
+        if registers:
+            plgpu.set_max_registers(registers[0], action="decrease")
+
         def load(step: Step, full) -> None:
             source = x_ref.at[pl.ds(start - skip, blocks.rows), pl.ds(step.column, blocks.depth)]
             plgpu.copy_gmem_to_smem(source, shared.x.at[step.slot], full)
@@ -273,6 +280,8 @@ def _multiply_tile(plan: _Plan, tile_refs, x_ref, weight_refs, out_ref, shared: 
 
     @pl.when((rows > 0) & (warpgroup < blocks.warpgroups))
     def _() -> None:
+        if registers:
+            plgpu.set_max_registers(registers[1], action="increase")
         steps = jnp.where(in_group, plan.steps, 0)
         values = plan.form.start(weight_refs, group)
 

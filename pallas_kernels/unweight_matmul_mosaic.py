@@ -2,7 +2,6 @@
 that are put together in registers (`unweight_operand.py`). No weight is written to memory."""
 
 import dataclasses
-import math
 from functools import partial
 from typing import Any
 
@@ -14,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.grouped_matmul_mosaic import (
     ALIGN,
     NUM_SMS,
+    SHARED_BYTES,
     GroupedBlocks,
     Step,
     WeightTiles,
@@ -48,46 +48,73 @@ LINES = TILE_ROWS * PLANES // LINE_WORDS  # of a tile
 IDS_AHEAD = 32
 
 
+# Of a thread that copies, and of one that multiplies for tiles whose sums alone take 128.
+REGISTERS = (24, 240)
+LARGEST_ROWS = 256
+
+
 @dataclasses.dataclass(frozen=True)
 class UnweightBlocks(GroupedBlocks):
     """Tile sizes of the kernels, as in `GroupedBlocks`.
 
-    A warpgroup has 64 features. `depth` 0 stands for 128 where that divides the columns, else 64,
-    and `splits` is rounded down to a number that divides the steps: behind its last column a matrix
-    has other weights and not zeros.
+    A warpgroup has 64 features. 0 `warpgroups` are four for 3-bit codes in small tiles, whose
+    registers do not let two blocks share an SM, and else two. `splits` is rounded down to a number
+    that divides the steps: behind its last column a matrix has other weights and not zeros.
     """
 
-    depth: int = 0
+    warpgroups: int = 0
 
-    def resolved(self, rows: int, row_tiles: int, F: int, D: int) -> "UnweightBlocks":
-        depth = self.depth if self.depth and D % self.depth == 0 else math.gcd(D, 128)
-        steps = D // depth
-        features = TILE_ROWS * self.warpgroups
-        tiles = row_tiles * pl.cdiv(F, features)
-        large = rows >= 64
-        # Small blocks share an SM by twos, and what is bound by memory wants all of them at once.
-        room = NUM_SMS if large else 2 * NUM_SMS
+    def resolved_for(
+        self, form: str, rows: int, row_tiles: int, F: int, D: int, out_bytes: int
+    ) -> "UnweightBlocks":
+        """The same without zeros, for tiles of so many rows and an output of so many bytes a value.
+
+        The choice follows shapes and never group sizes.
+        """
+        depth = self.depth if D % self.depth == 0 else ROW
+        small = rows < 64
+        warpgroups = self.warpgroups or (4 if form == "compact" and small else 2)
+        features = TILE_ROWS * warpgroups
+        alone = not small or warpgroups > 2
+        steps, tiles = D // depth, row_tiles * pl.cdiv(F, features)
+        # What memory bounds wants all of its blocks at once.
+        room = NUM_SMS if alone else 2 * NUM_SMS
         wanted = self.splits or max(1, min(room // tiles, steps // 4))
         splits = max(i for i in range(1, min(wanted, steps) + 1) if steps % i == 0)
-        sized = dataclasses.replace(self, features=features, depth=depth, splits=splits)
-        return super(UnweightBlocks, sized).resolved(rows, row_tiles, F, D)
+        out = rows * features * (4 if splits > 1 else out_bytes)
+        free = SHARED_BYTES // (1 if alone else 2) - out
+        slots = free // (rows * depth * 2 + features // TILE_ROWS * depth // ROW * TILE_BYTES[form])
+        return dataclasses.replace(
+            self,
+            rows=rows,
+            features=features,
+            depth=depth,
+            slots=self.slots or max(2, min(8, slots)),
+            splits=splits,
+            warpgroups=warpgroups,
+        )
 
-    def _out_bytes(self, splits: int) -> int:
-        return 4
 
-    def _slot_bytes(self, rows: int, features: int) -> int:
-        """The bytes of a palette, the largest form but for exponents, and the rows ahead."""
-        tables = features // TILE_ROWS * (AHEAD * ROW + 4 * IDS_AHEAD)
-        return rows * self.depth * 2 + features * self.depth * 3 // 2 + tables
-
+# Of shared memory, with verbatim rows ahead, or counts of escapes.
+TILE_BYTES = {
+    "exponent": 2 * TILE_ROWS * ROW,
+    "palette": TILE_ROWS * ROW * 3 // 2 + AHEAD * ROW + 4 * IDS_AHEAD,
+    "compact": TILE_ROWS * (ROW + 4 * PLANES) + 2 * PAIRS,
+}
 
 SPACE = {
-    "rows": (0, 8, 16, 32, 64, 128),
-    "depth": (0, 64, 128),
+    "rows": (0, 8, 16, 32, 64, 128, 256),
+    "depth": (64, 128),
     "slots": (2, 3, 4, 6, 8),
     "splits": (0, 1, 2, 4, 8),
     "warpgroups": (2, 4),
 }
+
+
+def most_rows(rows: int, num_rows: int) -> int:
+    """Rows of a tile, where the rows fill more than one of the largest: fewer tiles put the same
+    weights together."""
+    return LARGEST_ROWS if rows == LARGEST_ROWS // 2 and num_rows >= 2 * LARGEST_ROWS else rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +187,15 @@ class _Form:
             shape = (self.own_bands, TILE_ROWS, ROW)
             buffers = [*buffers, swizzled(shape, jnp.bfloat16)]
         # The operand is in registers, which the next step overwrites: nothing may be pending.
-        return WeightTiles(buffers, copies, pending=0, x_row_bytes=2 * ROW, **functions)
+        large = self.blocks.rows >= LARGEST_ROWS
+        return WeightTiles(
+            buffers,
+            copies,
+            pending=0,
+            x_row_bytes=2 * ROW,
+            registers=REGISTERS if large else None,
+            **functions,
+        )
 
 
 def _exponent_tiles(form: _Form, matrix: UnweightMatrix) -> tuple[list[jax.Array], WeightTiles]:
@@ -345,12 +380,13 @@ def unweight_matmul_mosaic(
     """Product with one group of all rows."""
     M = x_MD.shape[0]
     F, D = matrix.shape
-    rows = blocks.rows or power_of_two(M)
+    rows = blocks.rows or most_rows(power_of_two(M), M)
+    out_dtype = jnp.dtype(out_dtype or x_MD.dtype)
     return multiply_unweight_tiles(
         x_MD,
         jax.tree.map(lambda x: x[None], matrix),
         whole_tiles(M, rows),
-        blocks.resolved(rows, pl.cdiv(M, rows), F, D),
+        blocks.resolved_for(matrix.form, rows, pl.cdiv(M, rows), F, D, out_dtype.itemsize),
         interpret=interpret,
         name=f"unweight_{matrix.form}_matmul",
         out_dtype=out_dtype,
@@ -369,12 +405,13 @@ def grouped_unweight_matmul_mosaic(
     M = x_MD.shape[0]
     F, D = matrices.shape
     E = group_sizes_E.shape[0]
-    rows = blocks.rows or tile_rows(M, E)
+    rows = blocks.rows or most_rows(tile_rows(M, E), M // E)
+    count = num_tiles(M, E, rows, ALIGN)
     return multiply_unweight_tiles(
         x_MD,
         matrices,
         row_tiles(group_sizes_E, M, rows, ALIGN),
-        blocks.resolved(rows, num_tiles(M, E, rows, ALIGN), F, D),
+        blocks.resolved_for(matrices.form, rows, count, F, D, x_MD.dtype.itemsize),
         interpret=interpret,
         name=f"grouped_unweight_{matrices.form}_matmul",
     )

@@ -36,9 +36,9 @@ from pallas_kernels.threads import (
 )
 from pallas_kernels.unweight_matrix import PLANES, ROW, TILE_ROWS
 
-# Verbatim rows of a step that are copied ahead. One row in a hundred is verbatim: more than eight
-# of 128 are rare, and are fetched when they are needed.
-AHEAD = 8
+# Verbatim rows of a step that are copied ahead. One row in a hundred is verbatim: more than four of
+# 64 are rare, and are fetched when they are needed.
+AHEAD = 4
 
 PAIRS = 8  # pairs of columns that a lane has of a row
 
@@ -165,7 +165,7 @@ def _quarter(t: Any) -> Any:
 
 def _choose(mask: int, ones: Any, zeros: Any) -> Any:
     """Bits of one word where the mask has ones, of the other where it has zeros."""
-    return ones & mask | zeros & (~mask & 0xFFFFFFFF)
+    return ones & np.uint32(mask) | zeros & np.uint32(~mask & 0xFFFFFFFF)
 
 
 def turned(word: Any) -> Any:
@@ -246,7 +246,7 @@ def _verbatim(t: Any, exponents: Words, tile: Any, first_row: Any, offset: Any) 
     first = first_row + t.thread // WARP * 16
 
     def look_up() -> Words:
-        ids = [*t.load("row_ahead", t.word(0), 4), *t.load("row_ahead", t.word(16), 4)]
+        ids = t.load("row_ahead", t.word(0), AHEAD)
         found = []
         for half, row in enumerate(_rows(t)):
             entry = t.word(AHEAD)

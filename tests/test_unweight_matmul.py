@@ -149,8 +149,8 @@ def test_kernel_sums_are_those_of_the_weights_in_float32(form: str, splits: int)
 def test_more_warpgroups_and_less_depth_give_the_same_bits() -> None:
     x = np.random.default_rng(1).normal(size=(7, 128)).astype(BF16)
     matrix = tame("palette", (256, 128))
-    two = mosaic(x, matrix, blocks=UnweightBlocks(slots=2, splits=1))
-    four = mosaic(x, matrix, blocks=UnweightBlocks(slots=2, splits=1, depth=64, warpgroups=4))
+    two = mosaic(x, matrix, blocks=UnweightBlocks(slots=2, splits=1, depth=128))
+    four = mosaic(x, matrix, blocks=UnweightBlocks(slots=2, splits=1, warpgroups=4))
     np.testing.assert_array_equal(four, two)
     assert two.any(axis=1).all()
 
@@ -171,16 +171,19 @@ def test_row_ignores_its_batch_mates(implementation: str) -> None:
 
 def test_splits_divide_the_steps() -> None:
     """Behind a matrix's last column lies the next band, not zeros."""
-    for depth_columns in (64, 192, 576, 4096, 7168):
+    for columns in (64, 192, 576, 4096, 7168):
         for rows in (8, 32, 128):
-            blocks = UnweightBlocks(splits=7).resolved(rows, 1, 512, depth_columns)
-            assert depth_columns % (blocks.depth * blocks.splits) == 0
+            sizes = UnweightBlocks(splits=7, depth=128)
+            blocks = sizes.resolved_for("palette", rows, 1, 512, columns, 2)
+            assert columns % (blocks.depth * blocks.splits) == 0
 
 
-@pytest.mark.parametrize("rows", [8, 16, 32, 64, 128])
-def test_default_blocks_fit_an_sm(rows: int) -> None:
-    blocks = UnweightBlocks().resolved(rows, row_tiles=9, F=2048, D=7168)
+@pytest.mark.parametrize("rows", [8, 16, 32, 64, 128, 256])
+@pytest.mark.parametrize("form", FORMS)
+def test_default_blocks_fit_an_sm(form: str, rows: int) -> None:
+    blocks = UnweightBlocks().resolved_for(form, rows, 9, F=2048, D=7168, out_bytes=2)
     assert blocks.slots >= 3
+    assert blocks.features == 64 * blocks.warpgroups
 
 
 def test_a_decode_step_reads_little_more_than_its_codes() -> None:
