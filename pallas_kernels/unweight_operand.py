@@ -22,7 +22,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import vector
+from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.threads import (
     THREADS,
@@ -40,6 +40,10 @@ from pallas_kernels.unweight_matrix import PLANES, ROW, TILE_ROWS
 # 64 are rare, and are fetched when they are needed.
 AHEAD = 4
 
+# Bytes of escapes of a step that are copied ahead, of 64 x 64 weights: one in sixteen. Of trained
+# ones one in 25 to 30 is an escape; the escapes of a tile with more are read where they are stored.
+WINDOW = 256
+
 PAIRS = 8  # pairs of columns that a lane has of a row
 
 Program = Callable[..., Words]
@@ -54,6 +58,18 @@ class WarpgroupThread(GpuThread):
     def __init__(self, memory: Mapping[str, ir.Value], written: tuple[str, ...]) -> None:
         super().__init__(memory, written)
         self.thread = self.thread % THREADS
+
+    def load_either(self, flag: Word, one: str, other: str, offset: Word) -> Word:
+        """A word of one array where the flag is set, else of the other, shared or not."""
+        generic = llvm.PointerType.get()
+        places = [
+            pointer if pointer.type == generic else llvm.addrspacecast(generic, pointer)
+            for pointer in (self._pointers[name] for name in (one, other))
+        ]
+        base = arith.select(flag.value, *places)
+        wide = arith.extui(ir.IntegerType.get_signless(64), offset.value)
+        place = mgpu_utils.getelementptr(base, [wide], ir.IntegerType.get_signless(8))
+        return Word(llvm.load(_value(0).type, place, alignment=4))
 
     def any(self, flag: Word) -> Word:
         """Whether the flag of any thread of the warp is set."""
@@ -72,6 +88,9 @@ class JaxWarpgroup(JaxThreads):
 
     def __init__(self, memory: Mapping[str, jax.Array]) -> None:
         super().__init__({n: _to_words(x) for n, x in memory.items()}, jnp.uint32(0))
+
+    def load_either(self, flag: jax.Array, one: str, other: str, offset: jax.Array) -> jax.Array:
+        return self.where(flag, self.load(one, offset)[0], self.load(other, offset)[0])
 
     def any(self, flag: jax.Array) -> jax.Array:
         return jnp.repeat(flag.reshape(-1, WARP).any(axis=1), WARP)
@@ -293,11 +312,31 @@ def _replaced(t: Any, flag: Any, name: str, entry: Any, old: Words) -> Words:
 # -- 3-bit codes and escapes
 
 
-def compact_program(t: Any, *, tile: Any, offset: Any, palette: Words, end: int) -> Words:
-    """A tile of 3-bit codes. `tile` is its place in `tile_first`, `offset` that of the matrix's
-    first escape, of `end` in all matrices."""
+def compact_program(
+    t: Any, *, step_tile: Any, tile: Any, offset: Any, palette: Words, count: int, matrices: int
+) -> Words:
+    """A tile of 3-bit codes.
+
+    `step_tile` and `tile` are the places of the step's first tile and of this one in `tile_first`,
+    `offset` that of the matrix's first escape; each of the matrices has room for `count`. Escapes
+    of the step are in `ahead`, from its first on, but not over the end of the matrix.
+    """
     others = _sign_mantissa(t)
     (first,) = t.load("tile_first", tile * 4)
+    (end,) = t.load("tile_first", tile * 4 + 4)
+    (start,) = t.load("tile_first", step_tile * 4)
+    start = t.where(start < count - WINDOW, start, t.word(count - WINDOW))
+    fits = end - start < WINDOW + 1
+    first = t.where(fits, first - start, first + offset)
+    last = t.where(fits, t.word(WINDOW // 4 - 1), t.word((count * matrices - 1) // 4))
+
+    def four_bytes(place: Any) -> Any:
+        """Four escapes from a place on; behind the last word anything."""
+        word = place // 4
+        places = [t.where(at < last, at, last) for at in (word, word + 1)]
+        low, high = (t.load_either(fits, "ahead", "escapes", at * 4) for at in places)
+        return t.funnel(low, high, place % 4 * 8)
+
     quarter = _quarter(t)
     # The columns of a row before the thread's own, in the two words of a plane.
     zero, half, whole = t.word(0), t.word(0xFFFF), t.word(0xFFFFFFFF)
@@ -313,15 +352,17 @@ def compact_program(t: Any, *, tile: Any, offset: Any, palette: Words, end: int)
         count = t.popcount(escaped[0]) + t.popcount(escaped[1])
         # Of the row before, where that is the first of the pair.
         above = t.where(row % 2 == 1, t.shuffle_up(count, 4, 8), zero)
-        place = offset + first + t.load_half("pair_first", row // 2 * 2) + above
+        place = first + t.load_half("pair_first", row // 2 * 2) + above
         for word, mask in zip(escaped, before, strict=True):
             place = place + t.popcount(word & mask)
         own = [t.where(quarter < 2, *plane) >> quarter % 2 * 16 for plane in planes]
-        words += _pairs(t, _of_planes(t, own, place, palette, end), other, is_turned=False)
+        words += _pairs(t, _of_planes(t, own, place, palette, four_bytes), other, is_turned=False)
     return words
 
 
-def _of_planes(t: Any, planes: Words, place: Any, palette: Words, end: int) -> Words:
+def _of_planes(
+    t: Any, planes: Words, place: Any, palette: Words, four_bytes: Callable[..., Any]
+) -> Words:
     """Exponents of 16 codes, whose escapes begin at a place."""
     exponents = []
     for byte in range(2):
@@ -334,17 +375,9 @@ def _of_planes(t: Any, planes: Words, place: Any, palette: Words, end: int) -> W
             all_ones = own * 15
             selectors = own * 0x1110 & all_ones | (t.word(0xFFFF) - all_ones) & 0x7654
             known = t.permute(*palette, index >> shift & 0xFFFF)
-            exponents.append(t.permute(_four_bytes(t, place, end), known, selectors))
+            exponents.append(t.permute(four_bytes(place), known, selectors))
             place = place + t.popcount(own)
     return exponents
-
-
-def _four_bytes(t: Any, place: Any, end: int) -> Any:
-    """Four escapes from a place on; behind the last word anything."""
-    word, last = place // 4, (end - 1) // 4
-    places = [t.where(at < last, at, t.word(last)) for at in (word, word + 1)]
-    low, high = (t.load("escapes", at * 4)[0] for at in places)
-    return t.funnel(low, high, place % 4 * 8)
 
 
 def _spread(byte: Any) -> Any:

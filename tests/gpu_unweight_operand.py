@@ -17,6 +17,7 @@ from pallas_kernels.compiler import Target, lower_for
 from pallas_kernels.unweight_matmul_mosaic import LINES, PAIRS
 from pallas_kernels.unweight_operand import (
     AHEAD,
+    WINDOW,
     compact_program,
     exponent_program,
     load_palette,
@@ -27,12 +28,12 @@ from pallas_kernels.unweight_operand import (
 # Of the test's matrix.
 TILES = 6
 VERBATIM = 96
-ESCAPES = 15000
+ESCAPES = 3000
 
 PROGRAMS = {
     "exponent": exponent_program,
     "palette": partial(palette_program, has_verbatim=True),
-    "compact": partial(compact_program, end=ESCAPES),
+    "compact": partial(compact_program, count=ESCAPES, matrices=1),
 }
 
 
@@ -54,6 +55,7 @@ def shapes(form: str) -> dict[str, jax.ShapeDtypeStruct]:
     else:
         tile["codes"] = ((LINES, 32), jnp.uint32)
         tile["pair_first"] = ((PAIRS,), jnp.uint16)
+        tile["ahead"] = ((WINDOW,), jnp.uint8)
         whole["tile_first"] = ((TILES + 1,), jnp.uint32)
         whole["escapes"] = ((ESCAPES,), jnp.uint8)
     tile["out"] = ((64, 64), jnp.bfloat16)
@@ -78,6 +80,8 @@ def body(form: str, *refs) -> None:
         scalars = {"tile": tile, "offset": tile * 0, "palette": palette}
     if form == "palette":
         scalars["first_row"] = tile * 64
+    if form == "compact":
+        scalars["step_tile"] = tile
     out_ref[tile] = operand(PROGRAMS[form], own, (), scalars, False)
 
 
