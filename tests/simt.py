@@ -108,7 +108,7 @@ class Machine:
         self.blocks = blocks
         self.count = blocks * THREADS
         self._read(code)
-        sizes = [-(-x.nbytes // ALIGN + 1) * ALIGN for x in arrays]
+        sizes = [(-(-x.nbytes // ALIGN) + 1) * ALIGN for x in arrays]
         self.places = np.cumsum([ALIGN, *sizes]).tolist()
         self.shared = self.places[-1]
         self.memory = np.full(self.shared + blocks * SHARED_BYTES, 0xAA, np.uint8)
@@ -123,7 +123,7 @@ class Machine:
         }
         self.place = np.zeros(self.count, np.int64)
         self.waiting = np.zeros(self.count, bool)
-        self.issued = np.zeros(self.count, np.int64)
+        self.issued = 0  # instructions, those of a warp once for all its lanes
 
     def _read(self, code: str) -> None:
         """Instructions in order, and where labels point."""
@@ -155,7 +155,7 @@ class Machine:
 
     def _step(self, at: int, active: np.ndarray) -> None:
         flag, name, text, operands = self.code[at]
-        self.issued[active] += 1
+        self.issued += LANES * int(active.reshape(-1, LANES).any(axis=1).sum())
         self.place[active] += 1
         if flag:
             holds = self.registers[flag.lstrip("!")] != 0
