@@ -57,6 +57,9 @@ class Word:
     def __or__(self, other: Any) -> "Word":
         return self._apply(arith.ori, other)
 
+    def __xor__(self, other: Any) -> "Word":
+        return self._apply(arith.xori, other)
+
     def __lshift__(self, other: Any) -> "Word":
         return self._apply(arith.shli, other)
 
@@ -153,6 +156,9 @@ class GpuThread:
     def where(self, flag: Word, yes: Word, no: Word) -> Word:
         return Word(arith.select(flag.value, yes.value, no.value))
 
+    def minimum(self, one: Word, other: Word) -> Word:
+        return Word(arith.minui(one.value, other.value))
+
     def permute(self, low: Word, high: Word, selectors: Any) -> Word:
         """Four of the eight bytes of two words: those that the lowest four nibbles name, of which
         the highest bit must be 0."""
@@ -202,6 +208,16 @@ class GpuThread:
             after = body(Word(loop.induction_variable), inner)
             scf.YieldOp([word.value for word in after])
         return [Word(value) for value in loop.results]
+
+    def unroll(self, count: int, carry: Words, body: Callable[[Any, Words], Words]) -> Words:
+        """A loop whose instructions are written `count` times."""
+        for i in range(count):
+            carry = body(i, carry)
+        return carry
+
+    def pick(self, items: list[Words], index: Any) -> Words:
+        """Item of a list at the index of an unrolled loop."""
+        return items[index]
 
     def repeat(
         self, carry: Words, test: Callable[[Words], Word], body: Callable[[Words], Words]
@@ -265,13 +281,14 @@ class JaxThreads:
     def where(self, flag: jax.Array, yes: jax.Array, no: jax.Array) -> jax.Array:
         return jnp.where(flag, yes, no)
 
+    def minimum(self, one: jax.Array, other: jax.Array) -> jax.Array:
+        return jnp.minimum(one, other)
+
     def permute(self, low: jax.Array, high: jax.Array, selectors: Any) -> jax.Array:
-        chosen = jnp.zeros_like(low)
-        for i in range(4):
-            selector = (jnp.uint32(selectors) >> 4 * i) & 15
-            source = jnp.where(selector < 4, low, high) >> selector % 4 * 8
-            chosen |= (source & 0xFF) << 8 * i
-        return chosen
+        place = jnp.arange(4, dtype=jnp.uint32)[:, None]
+        selector = jnp.broadcast_to(jnp.uint32(selectors), low.shape)[None] >> 4 * place & 15
+        source = jnp.where(selector < 4, low[None], high[None]) >> selector % 4 * 8
+        return ((source & 0xFF) << 8 * place).sum(axis=0, dtype=jnp.uint32)
 
     def funnel(self, low: jax.Array, high: jax.Array, shift: jax.Array) -> jax.Array:
         by = shift % 32
@@ -298,6 +315,13 @@ class JaxThreads:
         bound = bound if isinstance(bound, int) else bound[0].astype(jnp.int32)
         self.memory, carry = jax.lax.fori_loop(0, bound, step, (self.memory, carry))
         return carry
+
+    def unroll(self, count: int, carry: Words, body: Callable[[Any, Words], Words]) -> Words:
+        # Written once: it has to be compiled, and nobody waits for what it takes to run.
+        return self.loop(count, carry, body)
+
+    def pick(self, items: list[Words], index: Any) -> Words:
+        return [jnp.stack(words)[index[0]] for words in zip(*items, strict=True)]
 
     def repeat(
         self, carry: Words, test: Callable[[Words], Any], body: Callable[[Words], Words]

@@ -35,14 +35,14 @@ MAX_WEIGHTS = 1 << 31  # offsets of bytes are 32 bits
 def rebuild(t: Any, exponents: Words, sign_mantissa: Words) -> Words:
     """Four words, pairs of weights, from eight exponents and eight bytes of sign and mantissa."""
     words = []
-    zero = t.word(0)
+    zero, others = t.word(0), t.word(0x807F807F)
     for exponent, other in zip(exponents, sign_mantissa, strict=True):
         for pair in range(2):
             first, second = 2 * pair, 2 * pair + 1
             # Exponents in the low bytes of two halves; the other byte in both bytes of its half.
             spread = t.permute(exponent, zero, 0x4040 | second << 8 | first)
             twice = t.permute(other, zero, second * 0x1100 | first * 0x11)
-            words.append(spread << 7 | twice & 0x807F807F)
+            words.append(spread << 7 | twice & others)
     return words
 
 
