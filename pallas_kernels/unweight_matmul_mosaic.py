@@ -34,11 +34,10 @@ from pallas_kernels.unweight_operand import (
     WINDOW,
     compact_program,
     exponent_program,
-    load_palette,
-    operand,
     operand_order,
     palette_program,
 )
+from pallas_kernels.warpgroup import load_words, operand
 
 PAIRS = TILE_ROWS // 2  # pairs of rows of a tile
 # A row of 3-bit codes has 24 bytes, and TMA wants multiples of 16: the same bytes in lines of 128.
@@ -245,7 +244,7 @@ def _palette_tiles(form: _Form, matrix: UnweightMatrix) -> tuple[list[jax.Array]
                 plgpu.copy_gmem_to_smem(source, target, barrier)
 
     def start(refs, matrix):
-        return load_palette(refs[2], jnp.minimum(matrix, form.E - 1), 4, form.interpret)
+        return load_words(refs[2], jnp.minimum(matrix, form.E - 1), 4, form.interpret)
 
     def multiply(acc, refs, buffers, x, step: Step, warpgroup, palette) -> None:
         program = partial(palette_program, has_verbatim=V > 0)
@@ -303,7 +302,7 @@ def _compact_tiles(form: _Form, matrix: UnweightMatrix) -> tuple[list[jax.Array]
             plgpu.copy_gmem_to_smem(refs[5].at[source], buffers[3].at[step.slot, own], barrier)
 
     def start(refs, matrix):
-        return load_palette(refs[2], jnp.minimum(matrix, form.E - 1), 2, form.interpret)
+        return load_words(refs[2], jnp.minimum(matrix, form.E - 1), 2, form.interpret)
 
     def multiply(acc, refs, buffers, x, step: Step, warpgroup, palette) -> None:
         program = partial(compact_program, count=X, matrices=form.E)

@@ -6,35 +6,21 @@ if x has the same ones there: here they are 16q + 2i and 16q + 2i + 1, so that a
 row lie together (`operand_order` puts x so). What a warp reads of shared memory is consecutive, and
 no two of its reads meet in a bank.
 
-The programs work on a machine of `pallas_kernels/threads.py`. An exponent *turned* is its byte
+The programs work on a machine of `pallas_kernels/warpgroup.py`. An exponent *turned* is its byte
 rotated right by one bit: then one choice of bits makes each byte of a weight's word.
 
 Instructions for a weight, counted in the PTX: see `docs/unweight.md`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu import utils as mgpu_utils
-from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_kernels.threads import (
-    THREADS,
-    WARP,
-    GpuThread,
-    JaxThreads,
-    Word,
-    Words,
-    _to_words,
-    _value,
-)
+from pallas_kernels.threads import WARP, Words
 from pallas_kernels.unweight_matrix import PLANES, ROW, TILE_ROWS
+from pallas_kernels.warpgroup import PAIRS
 
 # Verbatim rows of a step that are copied ahead. One row in a hundred is verbatim: more than four of
 # 64 are rare, and are fetched when they are needed.
@@ -43,123 +29,6 @@ AHEAD = 4
 # Bytes of escapes of a step that are copied ahead, of 64 x 64 weights: one in sixteen. Of trained
 # ones one in 25 to 30 is an escape; the escapes of a tile with more are read where they are stored.
 WINDOW = 256
-
-PAIRS = 8  # pairs of columns that a lane has of a row
-
-Program = Callable[..., Words]
-
-
-# -- machines
-
-
-class WarpgroupThread(GpuThread):
-    """A thread of one warpgroup among several."""
-
-    def __init__(self, memory: Mapping[str, ir.Value], written: tuple[str, ...]) -> None:
-        super().__init__(memory, written)
-        self.thread = self.thread % THREADS
-
-    def load_either(self, flag: Word, one: str, other: str, offset: Word) -> Word:
-        """A word of one array where the flag is set, else of the other, shared or not."""
-        generic = llvm.PointerType.get()
-        places = [
-            pointer if pointer.type == generic else llvm.addrspacecast(generic, pointer)
-            for pointer in (self._pointers[name] for name in (one, other))
-        ]
-        base = arith.select(flag.value, *places)
-        wide = arith.extui(ir.IntegerType.get_signless(64), offset.value)
-        place = mgpu_utils.getelementptr(base, [wide], ir.IntegerType.get_signless(8))
-        return Word(llvm.load(_value(0).type, place, alignment=4))
-
-    def any(self, flag: Word) -> Word:
-        """Whether the flag of any thread of the warp is set."""
-        return Word(
-            mgpu_utils.inline_ptx(
-                "vote.sync.any.pred $0, $1, 0xffffffff;",
-                flag.value,
-                result_types=ir.IntegerType.get_signless(1),
-                convergent=True,
-            )
-        )
-
-
-class JaxWarpgroup(JaxThreads):
-    """All threads of a warpgroup, in interpret mode."""
-
-    def __init__(self, memory: Mapping[str, jax.Array]) -> None:
-        super().__init__({n: _to_words(x) for n, x in memory.items()}, jnp.uint32(0))
-
-    def load_either(self, flag: jax.Array, one: str, other: str, offset: jax.Array) -> jax.Array:
-        return self.where(flag, self.load(one, offset)[0], self.load(other, offset)[0])
-
-    def any(self, flag: jax.Array) -> jax.Array:
-        return jnp.repeat(flag.reshape(-1, WARP).any(axis=1), WARP)
-
-
-def operand(
-    program: Program,
-    refs: Mapping[str, Any],
-    shared: tuple[str, ...],
-    scalars: Mapping[str, Any],
-    interpret: Any,
-) -> jax.Array:
-    """WGMMA operand [64, 64] whose registers a program gives: pairs of the lane's rows in order.
-
-    The program gets a machine, on which the arrays `refs` have their names, and the scalars (a
-    tuple of them too) as words. What lies in the arrays named in `shared` changes between calls.
-    """
-    if interpret:
-        threads = JaxWarpgroup({name: ref[...] for name, ref in refs.items()})
-        spread = lambda x: jnp.broadcast_to(x.astype(jnp.uint32), (THREADS,))  # noqa: E731
-        return _logical(program(threads, **jax.tree.map(spread, dict(scalars))))
-    values, tree = jax.tree.flatten(dict(scalars))
-    splat = plgpu.Layout.WG_SPLAT(())
-
-    @plgpu.inline_mgpu(
-        arg_types=(*[plgpu.RefType()] * len(refs), *[splat] * len(values)),
-        return_type=plgpu.ShapeDtypeStruct(
-            (TILE_ROWS, ROW), jnp.bfloat16, layout=plgpu.Layout.WGMMA
-        ),
-    )
-    def put_together(_: Any, *arguments: Any) -> Any:
-        memory = dict(zip(refs, arguments, strict=False))
-        own = [Word(x.registers.flat[0]) for x in arguments[len(refs) :]]
-        words = program(WarpgroupThread(memory, shared), **jax.tree.unflatten(tree, own))
-        pair = ir.VectorType.get((2,), ir.BF16Type.get())
-        registers = np.empty((1, PAIRS, 1, 1, 2, 1, 1, 1, 1), dtype=object)
-        for number, word in enumerate(words):
-            half, i = divmod(number, PAIRS)
-            one = vector.broadcast(ir.VectorType.get((1,), _value(0).type), word.value)
-            registers[0, i, 0, 0, half, 0, 0, 0, 0] = vector.bitcast(pair, one)
-        return mgpu.FragmentedArray(
-            _registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None
-        )
-
-    return put_together(*refs.values(), *values)
-
-
-def load_palette(ref: Any, matrix: Any, count: int, interpret: Any) -> Words:
-    """The first words of a matrix's palette uint8 [E, 16], as scalars."""
-    if interpret:
-        return list(_to_words(ref[matrix])[:count])
-    splat = plgpu.Layout.WG_SPLAT(())
-    scalar = plgpu.ShapeDtypeStruct((), jnp.int32, layout=splat)
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), splat), return_type=[scalar] * count)
-    def load(_: Any, palette: ir.Value, matrix: Any) -> list[Any]:
-        thread = WarpgroupThread({"palette": palette}, ())
-        words = thread.load("palette", Word(matrix.registers.flat[0]) * 16, 4)
-        return [mgpu.FragmentedArray.splat(w.value, (), is_signed=True) for w in words[:count]]
-
-    return load(ref, jnp.asarray(matrix, jnp.int32))
-
-
-def _logical(words: Words) -> jax.Array:
-    """The operand [64, 64] whose registers the words of 128 threads are."""
-    pairs = jax.lax.bitcast_convert_type(jnp.stack(words, axis=1), jnp.bfloat16)
-    # Warp, g, q, half, i, e -> row 16w + 8 half + g, column 8i + 2q + e.
-    axes = pairs.reshape(4, 8, 4, 2, PAIRS, 2)
-    return axes.transpose(0, 3, 1, 4, 2, 5).reshape(TILE_ROWS, ROW)
 
 
 def operand_order(x_MD: jax.Array) -> jax.Array:
@@ -325,7 +194,7 @@ def compact_program(
     (first,) = t.load("tile_first", tile * 4)
     (end,) = t.load("tile_first", tile * 4 + 4)
     (start,) = t.load("tile_first", step_tile * 4)
-    start = t.where(start < count - WINDOW, start, t.word(count - WINDOW))
+    start = t.minimum(start, t.word(count - WINDOW))
     fits = end - start < WINDOW + 1
     first = t.where(fits, first - start, first + offset)
     last = t.where(fits, t.word(WINDOW // 4 - 1), t.word((count * matrices - 1) // 4))
@@ -333,7 +202,7 @@ def compact_program(
     def four_bytes(place: Any) -> Any:
         """Four escapes from a place on; behind the last word anything."""
         word = place // 4
-        places = [t.where(at < last, at, last) for at in (word, word + 1)]
+        places = [t.minimum(at, last) for at in (word, word + 1)]
         low, high = (t.load_either(fits, "ahead", "escapes", at * 4) for at in places)
         return t.funnel(low, high, place % 4 * 8)
 

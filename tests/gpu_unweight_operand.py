@@ -20,10 +20,9 @@ from pallas_kernels.unweight_operand import (
     WINDOW,
     compact_program,
     exponent_program,
-    load_palette,
-    operand,
     palette_program,
 )
+from pallas_kernels.warpgroup import load_words, operand
 
 # Of the test's matrix.
 TILES = 6
@@ -76,7 +75,7 @@ def body(form: str, *refs) -> None:
     }
     scalars = {}
     if form != "exponent":
-        palette = load_palette(own.pop("palette"), 0, 4 if form == "palette" else 2, False)
+        palette = load_words(own.pop("palette"), 0, 4 if form == "palette" else 2, False)
         scalars = {"tile": tile, "offset": tile * 0, "palette": palette}
     if form == "palette":
         scalars["first_row"] = tile * 64

@@ -95,7 +95,8 @@ def test_registers_hold_the_weights_that_a_gpu_wants(form: str) -> None:
     weights = matrix.tiling.to_rows(decoded(matrix).view(np.uint16)).reshape(-1, 64)
     want = np.asarray(operand_order(jnp.asarray(weights))).reshape(got.shape)
     np.testing.assert_array_equal(got, want)
-    print(f"{form}: {machine.issued.sum() / (weights.size):.1f} instructions a weight")
+    # In PTX; the assembler joins many of them.
+    assert machine.issued / weights.size < {"exponent": 5, "palette": 14, "compact": 18}[form]
 
 
 def test_operand_order_is_a_permutation_within_tiles() -> None:
