@@ -28,6 +28,14 @@ from jinfire.request import (
 )
 from jinfire.tokenizer import Tokenizer
 from jinfire.training import Routing, TrainableModel
+from jinfire.unweight.policy import (
+    VARIANTS,
+    Choice,
+    PhasePolicies,
+    UnweightPolicy,
+    read_policies,
+    write_policies,
+)
 from pallas_kernels import ToolchainMissing
 from sharding import MeshSpec
 
@@ -36,7 +44,9 @@ __version__ = "0.1.0"
 __all__ = [
     "DEFINITIONS",
     "GPUS",
+    "VARIANTS",
     "CheckpointMismatch",
+    "Choice",
     "EmptyPrompt",
     "Engine",
     "EngineConfig",
@@ -48,6 +58,7 @@ __all__ = [
     "Model",
     "ModelConfig",
     "OutOfPages",
+    "PhasePolicies",
     "Placement",
     "Plan",
     "RequestMetrics",
@@ -63,11 +74,14 @@ __all__ = [
     "TransferFailed",
     "UnknownToken",
     "UnsupportedConfig",
+    "UnweightPolicy",
     "fetch",
     "load_tokenizer",
     "open_checkpoint",
     "plan",
     "plan_json",
+    "read_policies",
     "request_metrics",
     "summary",
+    "write_policies",
 ]

@@ -16,8 +16,10 @@ MAX_LINES = 500
 # are lower levels; never from its own row.
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors", "checks"),
-    ("request", "config", "weights", "progress", "template"),
-    ("tokenizer", "metrics", "fetch", "text", "packing", "kvcache.page_table"),
+    ("request", "config", "progress", "template", "unweight.policy"),
+    ("tokenizer", "metrics", "fetch", "text", "packing", "kvcache.page_table", "unweight.device"),
+    ("unweight.tensor",),
+    ("weights",),
     ("kvcache.page_set", "layers.linear", "layers.rope", "layers.routing"),
     ("sequence",),
     ("layers.norm", "layers.mlp"),
@@ -55,7 +57,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
 )
 LEVEL = {name: level for level, row in enumerate(LEVELS) for name in row}
 # Packages whose __init__ is a docstring.
-LEVEL |= dict.fromkeys(("kvcache", "layers", "planner", "programs"), 0)
+LEVEL |= dict.fromkeys(("kvcache", "layers", "planner", "programs", "unweight"), 0)
 
 # Host arithmetic that is tested, and could be replayed, without a device.
 HOST_ONLY = (

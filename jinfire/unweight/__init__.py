@@ -1,0 +1,1 @@
+"""Lossless compressed weights: codec, device form, and what the engine does with them."""
