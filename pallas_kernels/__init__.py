@@ -22,6 +22,7 @@ from pallas_kernels.latent_attention import LATENT_ATTENTION, latent_attention
 from pallas_kernels.paged_attention import PAGED_ATTENTION, paged_attention, write_pages
 from pallas_kernels.prefill_attention import PREFILL_ATTENTION, prefill_attention
 from pallas_kernels.toolchain import ToolchainMissing, run_python
+from pallas_kernels.unweight_matrix import Tiling, UnweightMatrix
 
 KERNELS = {
     kernel.name: kernel
@@ -50,6 +51,9 @@ __all__ = [
     "write_pages",
     "pack_for_device",
     "unpack_from_device",
+    # coded weights
+    "UnweightMatrix",
+    "Tiling",
     # measurement
     "WORKLOADS",
     "SMOKE_WORKLOADS",
