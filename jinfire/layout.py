@@ -161,6 +161,15 @@ class StageLayout:
         return self._slots[slot][1][stage]
 
     @property
+    def coded_projections(self) -> dict[str, Choice]:
+        """Projections that are compressed, and how."""
+        return {
+            projection_of(name): tensor.coded
+            for name, tensor in self.tensors.items()
+            if tensor.coded is not None
+        }
+
+    @property
     def slot_specs(self) -> tuple[LayerSpec, ...]:
         return tuple(kind for kind, _ in self._slots)
 
@@ -219,7 +228,7 @@ class StageLayout:
         if projection.endswith("router"):
             return None, "multiplied in float32"
         choice = self.unweight.choice(projection)
-        if choice.form is None:
+        if choice.is_dense:
             return None, "by the policy"
         columns = self.shard_shape(spec)[-1]
         if columns % UNWEIGHT_ROW:

@@ -18,7 +18,7 @@ from jinfire.layout import CODED_SPEC, PhysicalTensor, StageLayout
 from jinfire.models.spec import ParamSpec, abstract_tree
 from jinfire.progress import progress
 from jinfire.unweight.policy import Choice, check_dtype
-from jinfire.unweight.tensor import MESH_AXES, RAGGED, UnweightTensor, code, fields, filled, room
+from jinfire.unweight.tensor import MESH_AXES, RAGGED, UnweightTensor, code, filled, room
 from jinfire.weights import Weight
 from sharding import Device
 
@@ -178,7 +178,7 @@ def _place_coded(
     for index, where in devices.items():
         words = shard(index).view(np.uint16)
         matrix = code(words[0] if stacked else words, choice.form)
-        for field, array in fields(matrix).items():
+        for field, array in matrix.arrays().items():
             if field in RAGGED:
                 waiting.setdefault(field, []).append((array, where))
             else:

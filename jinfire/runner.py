@@ -113,6 +113,10 @@ class Runner:
         return {
             "placement": str(self.placement),
             "weight_bytes": sum(weight.nbytes for weight in weights),
+            "unweight": [
+                {name: str(choice) for name, choice in model.layout.coded_projections.items()}
+                for model in self._models
+            ],
             "kv_pool_bytes": sum(map(pool_bytes, self._pools)),
             "compile_count": self.log.count,
             "compile_seconds": self.log.seconds,
@@ -270,15 +274,13 @@ class Runner:
         )
 
 
-def _policies(
-    unweight: Unweight, num_meshes: int, dtype: np.dtype
-) -> list[UnweightPolicy | None]:
+def _policies(unweight: Unweight, num_meshes: int, dtype: np.dtype) -> list[UnweightPolicy | None]:
     """How each mesh compresses its weights.
 
     Raises: ValueError where one mesh has two policies, or the data type is not compressed.
     """
     policies = as_policies(unweight)
-    if policies != as_policies(None):
+    if not policies.are_dense:
         check_dtype(dtype)
     if num_meshes == 1 and policies.prefill != policies.decode:
         raise ValueError(

@@ -23,6 +23,7 @@ from pallas_kernels.paged_attention import PAGED_ATTENTION, paged_attention, wri
 from pallas_kernels.prefill_attention import PREFILL_ATTENTION, prefill_attention
 from pallas_kernels.toolchain import ToolchainMissing, run_python
 from pallas_kernels.unweight_matrix import Tiling, UnweightMatrix
+from pallas_kernels.unweight_rows import unweight_rows
 
 KERNELS = {
     kernel.name: kernel
@@ -54,6 +55,7 @@ __all__ = [
     # coded weights
     "UnweightMatrix",
     "Tiling",
+    "unweight_rows",
     # measurement
     "WORKLOADS",
     "SMOKE_WORKLOADS",

@@ -24,7 +24,7 @@ from jinfire.models.spec import (
     parameter_count,
     parameters_by_tensor,
 )
-from jinfire.unweight.policy import PhasePolicies, UnweightPolicy, as_policies
+from jinfire.unweight.policy import Unweight, UnweightPolicy, as_policies
 from jinfire.weights import parse_dtype
 from sharding import MeshSpec
 
@@ -80,7 +80,7 @@ def describe(
     path: Path,
     meshes: dict[str, MeshSpec],
     with_tensors: bool,
-    policies: PhasePolicies = as_policies(None),
+    unweight: Unweight = None,
 ) -> dict[str, Any]:
     """All facts about a checkpoint, as JSON values.
 
@@ -90,6 +90,7 @@ def describe(
     config = source.config
     source.close()
     per_token = flops_per_token(config)
+    policies = as_policies(unweight)
 
     def weight_bytes(itemsize: int) -> int:
         tree = abstract_tree(config)

@@ -6,6 +6,7 @@ row bucket, and per mesh.
 
 import dataclasses
 import fnmatch
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -64,17 +65,19 @@ class Choice:
                 )
         limits = [limit for limit, _ in self.buckets]
         numbers = [limit for limit in limits[:-1] if type(limit) is int and limit > 0]
-        ascending = all(a < b for a, b in zip(numbers, numbers[1:], strict=False))
+        ascending = all(a < b for a, b in itertools.pairwise(numbers))
         if not limits or limits[-1] is not None or len(numbers) < len(limits) - 1 or not ascending:
             raise ValueError(
                 "buckets: expected (most rows, variant) in ascending order, the last of None, "
                 f"got {list(self.buckets)}"
             )
-        forms = {_form(variant) for _, variant in self.buckets}
+        forms = {
+            DENSE if variant == DENSE else VARIANTS[variant].form for _, variant in self.buckets
+        }
         if len(forms) > 1:
             raise ValueError(
                 f"buckets: expected variants of one resident form, got {list(self.buckets)} of "
-                f"{', '.join(sorted(map(str, forms)))}"
+                f"{', '.join(sorted(forms))}"
             )
 
     @classmethod
@@ -82,9 +85,13 @@ class Choice:
         return cls(((None, variant),))
 
     @property
-    def form(self) -> str | None:
-        """The resident form; None is dense."""
-        return _form(self.buckets[0][1])
+    def is_dense(self) -> bool:
+        return self.buckets[0][1] == DENSE
+
+    @property
+    def form(self) -> str:
+        """The resident form. Raises: KeyError for a dense choice, which has none."""
+        return VARIANTS[self.buckets[0][1]].form
 
     def variant(self, num_rows: int) -> str:
         """The variant of a product with so many rows."""
@@ -104,10 +111,6 @@ class Choice:
             return self.buckets[0][1]
         *some, (_, rest) = self.buckets
         return ", ".join([f"{variant} to {limit} rows" for limit, variant in some] + [rest])
-
-
-def _form(variant: str) -> str | None:
-    return None if variant == DENSE else VARIANTS[variant].form
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,22 +186,24 @@ def _read_choice(value: Any, where: str) -> Choice:
 
 @dataclasses.dataclass(frozen=True)
 class PhasePolicies:
-    """The policies of both meshes; one for both where phases share a mesh."""
+    """The policies of both meshes; one for both where phases share a mesh. None: all is dense."""
 
-    prefill: UnweightPolicy | None
-    decode: UnweightPolicy | None
+    prefill: UnweightPolicy | None = None
+    decode: UnweightPolicy | None = None
+
+    @property
+    def are_dense(self) -> bool:
+        return self.prefill is None and self.decode is None
 
 
 Unweight = str | UnweightPolicy | PhasePolicies | None
-"""What callers may give: a variant for all projections, a policy, one for each phase, or nothing."""
+"""A variant for all projections, a policy, one for each phase, or nothing: all is dense."""
 
 
 def check_dtype(dtype: Any) -> None:
     """Raises: ValueError for weights of a data type that is not compressed."""
     if str(dtype) != "bfloat16":
-        raise ValueError(
-            f"unweight: expected dtype 'bfloat16', whose bits it codes, got '{dtype}'"
-        )
+        raise ValueError(f"unweight: expected dtype 'bfloat16', whose bits it codes, got '{dtype}'")
 
 
 def as_policies(unweight: Unweight) -> PhasePolicies:

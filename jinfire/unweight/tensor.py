@@ -11,6 +11,7 @@ import numpy as np
 from jinfire.unweight.device import device_form
 from jinfire.unweight.policy import VARIANTS, Choice
 from pallas_kernels import (
+    Tiling,
     UnweightMatrix,
     unweight_decompress,
     unweight_exponents,
@@ -30,7 +31,7 @@ PREPARED: dict[str, Callable[[UnweightMatrix], UnweightMatrix]] = {
 }
 
 ROW = 64
-"""Weights of a row, and rows of a tile."""
+"""Weights of a row."""
 
 # Trained weights: exponents beyond the seven most frequent, rows with one beyond sixteen, bits of
 # a Huffman code.
@@ -58,7 +59,7 @@ class UnweightTensor:
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the weight that this device has a part of; inside programs only."""
-        return (*self.matrix.sign_mantissa.shape[:-2], *self.matrix.shape)
+        return (*self.matrix.leading, *self.matrix.shape)
 
     @property
     def dtype(self) -> np.dtype:
@@ -67,7 +68,7 @@ class UnweightTensor:
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
+        return self.matrix.nbytes
 
     def local(self) -> "UnweightTensor":
         """One device's tensor, without the axes of the mesh."""
@@ -109,23 +110,13 @@ def code(words: np.ndarray, form: str) -> UnweightMatrix:
         return device_form(np.ascontiguousarray(words), form)
     parts = [device_form(np.ascontiguousarray(part), form) for part in words]
     arrays = {}
-    for field in fields(parts[0]):
+    for field in parts[0].arrays():
         own = [getattr(part, field) for part in parts]
         if field in RAGGED:
             length = max(array.shape[RAGGED[field]] for array in own)
             own = [filled(field, array, length, parts[0]) for array in own]
         arrays[field] = np.stack(own)
     return dataclasses.replace(parts[0], **arrays)
-
-
-def fields(matrix: UnweightMatrix) -> dict[str, Any]:
-    """The arrays that the form has, by field."""
-    arrays = {
-        field.name: getattr(matrix, field.name)
-        for field in dataclasses.fields(matrix)
-        if field.name not in ("form", "shape")
-    }
-    return {name: array for name, array in arrays.items() if array is not None}
 
 
 def filled(field: str, array: np.ndarray, length: int, matrix: UnweightMatrix) -> np.ndarray:
@@ -146,51 +137,42 @@ def room(length: int, digits: int = 5) -> int:
     return max(1, -(-length // step) * step)
 
 
-def usual_matrix(shape: tuple[int, ...], form: str | None) -> UnweightMatrix:
+def usual_matrix(shape: tuple[int, ...], form: str) -> UnweightMatrix:
     """Shapes and types of a form's arrays, those that depend on the values as trained ones have.
 
     Shapes: `shape` [F, D] or [E, F, D].
     """
     *experts, F, D = shape
-    rows, weights = F * D // ROW, F * D
-    tiles = -(-F // ROW) * D // ROW
-    last = F % ROW or ROW
-    bands = F // ROW
-
-    def in_bands(unit: int) -> int:
-        """Groups of `unit` rows, of every tile its own."""
-        whole = bands * (ROW // unit)
-        return (whole + (-(-last // unit) if F % ROW else 0)) * D // ROW
+    tiling = Tiling(F, D)
 
     def array(dtype: Any, *sizes: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((*experts, *sizes), dtype)
 
     arrays = {
-        "sign_mantissa": array(jnp.uint8, rows, ROW),
+        "sign_mantissa": array(jnp.uint8, tiling.rows, ROW),
         "palette": array(jnp.uint8, 16),
     }
     if form == "compact":
         arrays |= {
-            "codes": array(jnp.uint32, rows, 6),
-            "tile_first": array(jnp.uint32, tiles + 1),
-            "pair_first": array(jnp.uint16, in_bands(2)),
-            "escapes": array(jnp.uint8, room(int(weights * USUAL_ESCAPES))),
+            "codes": array(jnp.uint32, tiling.rows, 6),
+            "tile_first": array(jnp.uint32, tiling.tiles + 1),
+            "pair_first": array(jnp.uint16, tiling.pairs),
+            "escapes": array(jnp.uint8, room(int(F * D * USUAL_ESCAPES))),
         }
     else:
-        verbatim = room(int(rows * USUAL_VERBATIM))
+        verbatim = room(int(tiling.rows * USUAL_VERBATIM))
         arrays |= {
             "verbatim_row": array(jnp.int32, verbatim),
             "verbatim": array(jnp.uint8, verbatim, ROW),
-            "verbatim_first": array(jnp.int32, tiles + 1),
+            "verbatim_first": array(jnp.int32, tiling.tiles + 1),
         }
     if form == "palette":
-        arrays["codes"] = array(jnp.uint8, rows, ROW // 2)
+        arrays["codes"] = array(jnp.uint8, tiling.rows, ROW // 2)
     if form == "huffman":
-        chunks = in_bands(16)
         arrays |= {
-            "stream": array(jnp.uint32, room(int(weights * USUAL_CODE_BITS / 32))),
-            "chunk_first": array(jnp.uint32, chunks),
-            "coded": array(jnp.uint16, chunks),
+            "stream": array(jnp.uint32, room(int(F * D * USUAL_CODE_BITS / 32))),
+            "chunk_first": array(jnp.uint32, tiling.chunks),
+            "coded": array(jnp.uint16, tiling.chunks),
             "lengths": array(jnp.uint8, 16),
         }
-    return UnweightMatrix(form=form, shape=(F, D), **arrays)
+    return UnweightMatrix(form=form, shape=(F, D), **arrays).check()
