@@ -61,12 +61,8 @@ class Workload:
         )
 
 
-def make_engine(
-    path: pathlib.Path, load: Workload, unweight: str | jf.UnweightPolicy
-) -> jf.Engine:
-    return jf.Engine.from_pretrained(
-        path, dtype="bfloat16", config=load.engine, unweight=unweight
-    )
+def make_engine(path: pathlib.Path, load: Workload, unweight: str | jf.UnweightPolicy) -> jf.Engine:
+    return jf.Engine.from_pretrained(path, dtype="bfloat16", config=load.engine, unweight=unweight)
 
 
 def throughput(engine: jf.Engine, load: Workload) -> float:

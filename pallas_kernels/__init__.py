@@ -22,7 +22,17 @@ from pallas_kernels.latent_attention import LATENT_ATTENTION, latent_attention
 from pallas_kernels.paged_attention import PAGED_ATTENTION, paged_attention, write_pages
 from pallas_kernels.prefill_attention import PREFILL_ATTENTION, prefill_attention
 from pallas_kernels.toolchain import ToolchainMissing, run_python
-from pallas_kernels.unweight_matrix import Tiling, UnweightMatrix
+from pallas_kernels.unweight_blob import (
+    Corrupt,
+    Tiling,
+    UnweightHeader,
+    check_blob,
+    hash_blob,
+)
+from pallas_kernels.unweight_format import UnweightOptions, unweight_decode, unweight_encode
+from pallas_kernels.unweight_huffman import canonical_codes, code_lengths, decode_table
+from pallas_kernels.unweight_matrix import Tiling as MatrixTiling
+from pallas_kernels.unweight_matrix import UnweightMatrix
 from pallas_kernels.unweight_rows import unweight_rows
 
 KERNELS = {
@@ -52,10 +62,22 @@ __all__ = [
     "write_pages",
     "pack_for_device",
     "unpack_from_device",
-    # coded weights
+    # compressed weights on devices
+    "MatrixTiling",
     "UnweightMatrix",
-    "Tiling",
     "unweight_rows",
+    # compressed weights: the format, and its oracle
+    "Corrupt",
+    "Tiling",
+    "UnweightHeader",
+    "UnweightOptions",
+    "canonical_codes",
+    "check_blob",
+    "code_lengths",
+    "decode_table",
+    "hash_blob",
+    "unweight_decode",
+    "unweight_encode",
     # measurement
     "WORKLOADS",
     "SMOKE_WORKLOADS",

@@ -11,7 +11,7 @@ import numpy as np
 from jinfire.unweight.device import device_form
 from jinfire.unweight.policy import VARIANTS, Choice
 from pallas_kernels import (
-    Tiling,
+    MatrixTiling,
     UnweightMatrix,
     unweight_decompress,
     unweight_exponents,
@@ -143,7 +143,7 @@ def usual_matrix(shape: tuple[int, ...], form: str) -> UnweightMatrix:
     Shapes: `shape` [F, D] or [E, F, D].
     """
     *experts, F, D = shape
-    tiling = Tiling(F, D)
+    tiling = MatrixTiling(F, D)
 
     def array(dtype: Any, *sizes: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((*experts, *sizes), dtype)
