@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from jinfire.config import LayerSpec, ModelConfig
 from jinfire.models.spec import ParamSpec, Skeleton, abstract_tree, skeleton
-from jinfire.unweight.policy import DECOMPRESSED, RANDOM_ACCESS, Choice, UnweightPolicy
+from jinfire.unweight.policy import DECOMPRESSED, Choice, UnweightPolicy
 from sharding import (
     EXPERT,
     PIPELINE,
@@ -233,8 +233,6 @@ class StageLayout:
         columns = self.shard_shape(spec)[-1]
         if columns % UNWEIGHT_ROW:
             return None, f"{columns} columns on a device, not a multiple of {UNWEIGHT_ROW}"
-        if projection == "embed":
-            return choice.replaced(RANDOM_ACCESS), None
         if projection in OPERANDS:
             return Choice.always(DECOMPRESSED[choice.form]), None
         return choice, None

@@ -33,7 +33,6 @@ from pallas_kernels.unweight_format import UnweightOptions, unweight_decode, unw
 from pallas_kernels.unweight_huffman import canonical_codes, code_lengths, decode_table
 from pallas_kernels.unweight_matrix import Tiling as MatrixTiling
 from pallas_kernels.unweight_matrix import UnweightMatrix
-from pallas_kernels.unweight_rows import unweight_rows
 
 KERNELS = {
     kernel.name: kernel
@@ -65,7 +64,6 @@ __all__ = [
     # compressed weights on devices
     "MatrixTiling",
     "UnweightMatrix",
-    "unweight_rows",
     # compressed weights: the format, and its oracle
     "Corrupt",
     "Tiling",

@@ -8,7 +8,7 @@ import dataclasses
 import fnmatch
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -39,8 +39,6 @@ VARIANTS = {
     "full_compact": Variant("compact", True, 1, "decompress, then the dense product"),
 }
 
-# A token's row is decoded on its own, which a Huffman stream does not allow.
-RANDOM_ACCESS = {"full": "full_compact", "exponent": "compact", "transcode": "compact"}
 # Weights that are operands of something else than a plain product are decompressed for it.
 DECOMPRESSED = {"huffman": "full", "palette": "full_palette", "compact": "full_compact"}
 
@@ -96,15 +94,6 @@ class Choice:
     def variant(self, num_rows: int) -> str:
         """The variant of a product with so many rows."""
         return next(v for limit, v in self.buckets if limit is None or num_rows <= limit)
-
-    def replaced(self, variants: Mapping[str, str]) -> "Choice":
-        """The choice with other variants in place of some, neighbours of one variant joined."""
-        buckets: list[tuple[int | None, str]] = []
-        for limit, variant in self.buckets:
-            if buckets and buckets[-1][1] == variants.get(variant, variant):
-                buckets.pop()
-            buckets.append((limit, variants.get(variant, variant)))
-        return Choice(tuple(buckets))
 
     def __str__(self) -> str:
         if len(self.buckets) == 1:

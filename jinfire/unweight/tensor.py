@@ -128,7 +128,7 @@ def filled(field: str, array: np.ndarray, length: int, matrix: UnweightMatrix) -
     return np.pad(array, widths, constant_values=value)
 
 
-def room(length: int, digits: int = 5) -> int:
+def room(length: int, digits: int = 6) -> int:
     """The length that a ragged array is given: at least 1, and rounded up to some binary digits.
 
     Layers of one kind so mostly have arrays of one shape, and are traced once for all of them.
