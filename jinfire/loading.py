@@ -17,8 +17,9 @@ from jinfire.config import ModelConfig
 from jinfire.layout import CODED_SPEC, PhysicalTensor, StageLayout
 from jinfire.models.spec import ParamSpec, abstract_tree
 from jinfire.progress import progress
+from jinfire.unweight.device import device_form
 from jinfire.unweight.policy import Choice, check_dtype
-from jinfire.unweight.tensor import MESH_AXES, RAGGED, UnweightTensor, code, filled, room
+from jinfire.unweight.tensor import MESH_AXES, RAGGED, UnweightTensor, filled, room
 from jinfire.weights import Weight
 from sharding import Device
 
@@ -177,7 +178,7 @@ def _place_coded(
 
     for index, where in devices.items():
         words = shard(index).view(np.uint16)
-        matrix = code(words[0] if stacked else words, choice.form)
+        matrix = device_form(words[0] if stacked else words, choice.form)
         for field, array in matrix.arrays().items():
             if field in RAGGED:
                 waiting.setdefault(field, []).append((array, where))

@@ -24,12 +24,18 @@ from pallas_kernels.prefill_attention import PREFILL_ATTENTION, prefill_attentio
 from pallas_kernels.toolchain import ToolchainMissing, run_python
 from pallas_kernels.unweight_blob import (
     Corrupt,
-    Tiling,
+    TileOrder,
     UnweightHeader,
     check_blob,
+    check_words,
     hash_blob,
 )
-from pallas_kernels.unweight_format import UnweightOptions, unweight_decode, unweight_encode
+from pallas_kernels.unweight_format import (
+    UnweightOptions,
+    choose_palette,
+    unweight_decode,
+    unweight_encode,
+)
 from pallas_kernels.unweight_huffman import canonical_codes, code_lengths, decode_table
 from pallas_kernels.unweight_matrix import Tiling as MatrixTiling
 from pallas_kernels.unweight_matrix import UnweightMatrix
@@ -66,11 +72,13 @@ __all__ = [
     "UnweightMatrix",
     # compressed weights: the format, and its oracle
     "Corrupt",
-    "Tiling",
+    "TileOrder",
     "UnweightHeader",
     "UnweightOptions",
     "canonical_codes",
     "check_blob",
+    "check_words",
+    "choose_palette",
     "code_lengths",
     "decode_table",
     "hash_blob",

@@ -27,6 +27,8 @@ PALETTE = 16
 COMPACT_PALETTE = 7  # 3-bit codes; the eighth is
 ESCAPE = 7
 NIBBLES = 8  # 4-bit values of an I32 word
+# The section whose length follows from that of the blob.
+FITTED = {"huffman": "stream", "compact": "escapes"}
 
 
 class Corrupt(ValueError):
@@ -34,7 +36,7 @@ class Corrupt(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiling:
+class TileOrder:
     """The order of rows in a matrix [F, D]: bands of 64, in them tiles from left to right.
 
     A tensor that is no matrix of whole rows is one of as many rows as it needs, zeros behind it.
@@ -50,8 +52,8 @@ class Tiling:
     @classmethod
     def of(
         cls, shape: tuple[int, ...], dtype: str = "BF16", row: int = 64, chunk_rows: int = 16
-    ) -> "Tiling":
-        """Tiling of a tensor of words; the weights of I32 words are their nibbles."""
+    ) -> "TileOrder":
+        """TileOrder of a tensor of words; the weights of I32 words are their nibbles."""
         if dtype == "I32":
             shape = (*shape[:-1], (shape[-1] if shape else 1) * NIBBLES)
         N = math.prod(shape)
@@ -143,11 +145,11 @@ class UnweightHeader:
 
         Raises: Corrupt naming the field.
         """
-        data = np.frombuffer(blob, np.uint8)
-        if data.size < HEADER_BYTES:
-            raise Corrupt(f"expected a header of {HEADER_BYTES} bytes, got {data.size} bytes")
+        data = memoryview(blob).cast("B")[:HEADER_BYTES]
+        if data.nbytes < HEADER_BYTES:
+            raise Corrupt(f"expected a header of {HEADER_BYTES} bytes, got {data.nbytes} bytes")
         (magic, version, form, chunk_rows, entries, N, palette, packed, verbatim_rows, *rest) = (
-            _HEADER.unpack(data[:HEADER_BYTES].tobytes())
+            _HEADER.unpack(data)
         )
         dtype, row, log2_tile, tiled, source_hash, blob_hash = rest
         lengths = [nibble for byte in packed for nibble in (byte & 15, byte >> 4)]
@@ -182,63 +184,66 @@ class UnweightHeader:
             *(verbatim_rows, row, chunk_rows, blob_hash),
         )
 
-    def tiling(self, shape: tuple[int, ...]) -> Tiling:
-        """Tiling of the tensor of words that this is the header of.
+    def order(self, shape: tuple[int, ...]) -> TileOrder:
+        """TileOrder of the tensor of words that this is the header of.
 
         Raises: Corrupt where it is not one of that shape.
         """
-        tiling = Tiling.of(shape, self.dtype, self.row, self.chunk_rows)
-        if tiling.num_weights != self.num_weights:
+        order = TileOrder.of(shape, self.dtype, self.row, self.chunk_rows)
+        if order.num_weights != self.num_weights:
             raise Corrupt(
-                f"shape {shape} of {self.dtype} has {tiling.num_weights} weights, "
+                f"shape {shape} of {self.dtype} has {order.num_weights} weights, "
                 f"the header says {self.num_weights}"
             )
-        if tiling.tiled != self.tiled:
-            raise Corrupt(f"tiled: expected {tiling.tiled} of shape {shape}, got {self.tiled}")
-        return tiling
+        if order.tiled != self.tiled:
+            raise Corrupt(f"tiled: expected {order.tiled} of shape {shape}, got {self.tiled}")
+        return order
 
-    def sections(self, tiling: Tiling, blob_bytes: int) -> dict[str, slice]:
-        """Where the sections lie, in their order; those that the form lacks are left out.
+    def section_bytes(self, order: TileOrder) -> dict[str, int]:
+        """Bytes of the sections, in their order; the one that has what is left is the 0."""
+        N, R = order.num_weights, order.rows
+        if self.form == "raw":
+            return {"words": raw_bytes(N, self.dtype)}
+        given: dict[str, int] = {}
+        if self.verbatim_rows:
+            given["bitmask"] = -(-R // 8)
+        if self.form == "huffman":
+            given["chunk_bytes"] = 2 * order.chunks
+        if self.verbatim_rows:
+            given["verbatim"] = self.verbatim_rows * order.row
+        if self.form == "compact":
+            given |= {"tile_first": 4 * order.tiles, "pair_first": 2 * order.num_parts(2)}
+        if self.dtype != "I32":
+            given["sign_mantissa"] = N
+        code_bits = {"palette": 4, "compact": 3}.get(self.form)
+        if code_bits:
+            given["codes"] = R * order.row * code_bits // 8
+        if self.form in FITTED:
+            given[FITTED[self.form]] = 0
+        if self.dtype == "F32":
+            given["low"] = 2 * N
+        return given
+
+    def sections(self, order: TileOrder, blob_bytes: int) -> dict[str, slice]:
+        """Where the sections lie; those that the form lacks are left out.
 
         Raises: Corrupt where the blob is longer or shorter than they are.
         """
-        N, R, tiles = tiling.num_weights, tiling.rows, tiling.tiles
-        given: dict[str, int] = {}
-        rest = ""  # what takes the bytes that the others leave
-        if self.form == "raw":
-            given["words"] = raw_bytes(N, self.dtype)
-        else:
-            if self.verbatim_rows > R:
-                raise Corrupt(f"verbatim rows: expected at most {R}, got {self.verbatim_rows}")
-            if self.verbatim_rows:
-                given["bitmask"] = -(-R // 8)
-            if self.form == "huffman":
-                given["chunk_bytes"] = 2 * tiling.chunks
-            if self.verbatim_rows:
-                given["verbatim"] = self.verbatim_rows * tiling.row
-            if self.form == "compact":
-                given |= {"tile_first": 4 * tiles, "pair_first": 2 * tiling.num_parts(2)}
-            if self.dtype != "I32":
-                given["sign_mantissa"] = N
-            code_bits = {"palette": 4, "compact": 3}.get(self.form, 0)
-            if code_bits:
-                given["codes"] = R * tiling.row * code_bits // 8
-            rest = {"huffman": "stream", "compact": "escapes"}.get(self.form, "")
-            if rest:
-                given[rest] = 0
-            if self.dtype == "F32":
-                given["low"] = 2 * N
+        if self.verbatim_rows > order.rows:
+            raise Corrupt(f"verbatim rows: expected at most {order.rows}, got {self.verbatim_rows}")
+        given, fitted = self.section_bytes(order), FITTED.get(self.form)
         excess = blob_bytes - HEADER_BYTES - sum(given.values())
-        if excess < 0 or (excess and not rest):
-            raise Corrupt(
-                f"expected {'at least ' if rest else ''}{blob_bytes - excess} bytes, "
-                f"got {blob_bytes}"
-            )
-        if rest:
-            given[rest] = excess
+        if excess < 0 or (excess and not fitted):
+            least = "at least " if fitted else ""
+            raise Corrupt(f"expected {least}{blob_bytes - excess} bytes, got {blob_bytes}")
+        if fitted:
+            given[fitted] = excess
         # No code is shorter than a bit: what follows may allocate a byte for every weight.
-        if rest == "stream" and (R - self.verbatim_rows) * tiling.row > 8 * excess:
-            raise Corrupt(f"stream: expected a bit for every coded weight, got {excess} bytes")
+        coded = (order.rows - self.verbatim_rows) * order.row
+        if fitted == "stream" and coded and not any(self.lengths):
+            raise Corrupt(f"code lengths: expected a code for {coded} weights, got none")
+        if fitted == "stream" and coded > 8 * excess:
+            raise Corrupt(f"stream: expected a bit for each of {coded} weights, got {excess} bytes")
         places, start = {}, HEADER_BYTES
         for name, size in given.items():
             places[name] = slice(start, start + size)
@@ -253,8 +258,8 @@ def raw_bytes(num_weights: int, dtype: str) -> int:
 
 def hash_blob(blob: Buffer) -> int:
     """Hash of a whole blob with the field that holds it zero."""
-    data = np.frombuffer(blob, np.uint8)
-    digest = xxhash.xxh3_64(data[:HASH_AT].tobytes() + bytes(HEADER_BYTES - HASH_AT))
+    data = memoryview(blob).cast("B")
+    digest = xxhash.xxh3_64(bytes(data[:HASH_AT]) + bytes(HEADER_BYTES - HASH_AT))
     digest.update(data[HEADER_BYTES:])
     return digest.intdigest()
 
@@ -271,15 +276,22 @@ def check_blob(blob: Buffer) -> UnweightHeader:
     return header
 
 
-def dtype_of(words: np.ndarray) -> str:
-    """Data type of a tensor of words."""
-    for name, word in DTYPES:
-        if words.dtype == word:
-            return name
-    raise ValueError(
-        "words: expected uint16 (bfloat16), uint32 (float32) or int32 (eight 4-bit values), "
-        f"got {words.dtype}"
-    )
+def check_words(words: np.ndarray, form: str) -> str:
+    """Data type of a tensor of words that is to be coded.
+
+    Raises: ValueError where it or the form is none of the format.
+    """
+    names = [name for name, word in DTYPES if words.dtype == word]
+    if not names:
+        raise ValueError(
+            "words: expected uint16 (bfloat16), uint32 (float32) or int32 (eight 4-bit values), "
+            f"got {words.dtype}"
+        )
+    if form not in FORMS:
+        raise ValueError(f"form: expected one of {FORMS}, got {form!r}")
+    if names[0] == "I32" and form not in ("raw", "huffman"):
+        raise ValueError(f"form: 4-bit values have raw and huffman, got {form!r}")
+    return names[0]
 
 
 def _dtype_code(dtype: str) -> int:

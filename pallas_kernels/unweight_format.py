@@ -22,17 +22,16 @@ from pallas_kernels.unweight_blob import (
     COMPACT_PALETTE,
     DTYPES,
     ESCAPE,
-    FORMS,
     HASH_AT,
     HEADER_BYTES,
     NIBBLES,
     PALETTE,
     TILE_ROWS,
     Corrupt,
-    Tiling,
+    TileOrder,
     UnweightHeader,
     check_blob,
-    dtype_of,
+    check_words,
     hash_blob,
 )
 from pallas_kernels.unweight_huffman import code_lengths, decode_chunks, encode_chunks
@@ -76,8 +75,9 @@ def join_exponents(exponents: np.ndarray, sign_mantissa: np.ndarray) -> np.ndarr
     return sign | exponents.astype(np.uint16) << np.uint16(7) | mantissa
 
 
-def most_frequent(counts: np.ndarray, entries: int) -> tuple[int, ...]:
-    """Palette: the most frequent values first, smaller ones first of equally frequent ones."""
+def choose_palette(counts: np.ndarray, form: str, entries: int = PALETTE) -> tuple[int, ...]:
+    """The most frequent values first, smaller ones first of equally frequent ones."""
+    entries = COMPACT_PALETTE if form == "compact" else entries
     order = np.argsort(-counts.astype(np.int64), kind="stable")[:entries]
     return tuple(int(value) for value in order if counts[value])
 
@@ -89,26 +89,22 @@ def unweight_encode(
 
     Raises: ValueError where the form or the data type of the words is none of the format.
     """
-    dtype = dtype_of(words)
-    if form not in FORMS:
-        raise ValueError(f"form: expected one of {FORMS}, got {form!r}")
-    if dtype == "I32" and form not in ("raw", "huffman"):
-        raise ValueError(f"form: 4-bit values have raw and huffman, got {form!r}")
+    dtype = check_words(words, form)
     options = options or UnweightOptions()
-    tiling = Tiling.of(words.shape, dtype, options.row, options.chunk_rows)
+    order = TileOrder.of(words.shape, dtype, options.row, options.chunk_rows)
     words = np.ascontiguousarray(words, words.dtype.newbyteorder("<")).reshape(-1)
     raw = words.view(np.uint8)
     header = UnweightHeader(
-        *("raw", dtype, tiling.num_weights, tiling.tiled, xxhash.xxh3_64(raw).intdigest()),
+        *("raw", dtype, order.num_weights, order.tiled, xxhash.xxh3_64(raw).intdigest()),
         row=options.row,
         chunk_rows=options.chunk_rows,
     )
     blob = np.concatenate([np.zeros(HEADER_BYTES, np.uint8), raw])
     if form != "raw" and words.size:
-        own, sections = _coded(words, header, form, tiling, options)
+        own, sections = _coded(words, header, form, order, options)
         size = HEADER_BYTES + sum(section.nbytes for section in sections.values())
         if size < blob.size:
-            places = own.sections(tiling, size)
+            places = own.sections(order, size)
             header, blob = own, np.zeros(size, np.uint8)
             for name, section in sections.items():
                 little = section.astype(section.dtype.newbyteorder("<"), copy=False)
@@ -122,7 +118,7 @@ def _coded(
     words_N: np.ndarray,
     header: UnweightHeader,
     form: str,
-    tiling: Tiling,
+    order: TileOrder,
     options: UnweightOptions,
 ) -> tuple[UnweightHeader, dict[str, np.ndarray]]:
     """Header and sections in one of the coded forms."""
@@ -135,13 +131,13 @@ def _coded(
         if header.dtype == "F32":
             own["low"] = words_N.view("<u2")[0::2]
             words_N = words_N.view("<u2")[1::2]
-        rows_RX = tiling.to_rows(words_N)
+        rows_RX = order.to_rows(words_N)
         sign_mantissa_RX = split_exponents(rows_RX)[1]
-        own["sign_mantissa"] = sign_mantissa_RX.reshape(-1)[: tiling.num_weights]
+        own["sign_mantissa"] = sign_mantissa_RX.reshape(-1)[: order.num_weights]
         symbols_N = split_exponents(words_N)[0]
-    symbols_RX = tiling.to_rows(symbols_N)
+    symbols_RX = order.to_rows(symbols_N)
     counts = np.bincount(symbols_RX.reshape(-1), minlength=256)
-    palette = most_frequent(counts, COMPACT_PALETTE if form == "compact" else options.palette)
+    palette = choose_palette(counts, form, options.palette)
     absent = ESCAPE if form == "compact" else PALETTE
     rank = np.full(256, absent, np.uint8)
     rank[list(palette)] = np.arange(len(palette), dtype=np.uint8)
@@ -150,9 +146,9 @@ def _coded(
     if form == "compact":
         escaped_RX = rank_RX == ESCAPE
         escapes_R = escaped_RX.sum(1)
-        own["tile_first"] = _exclusive(escapes_R, tiling.parts(TILE_ROWS)).astype(np.uint32)
-        pairs = _exclusive(escapes_R, tiling.parts(2))
-        of_tile = np.repeat(own["tile_first"], -(-tiling.parts(TILE_ROWS) // 2))
+        own["tile_first"] = _exclusive(escapes_R, order.parts(TILE_ROWS)).astype(np.uint32)
+        pairs = _exclusive(escapes_R, order.parts(2))
+        of_tile = np.repeat(own["tile_first"], -(-order.parts(TILE_ROWS) // 2))
         own["pair_first"] = (pairs - of_tile).astype(np.uint16)
         planes = [np.packbits(rank_RX >> bit & 1, 1, bitorder="little") for bit in range(3)]
         own["codes"] = np.stack(planes, axis=1)
@@ -170,9 +166,9 @@ def _coded(
     coded_I = rank_RX[~verbatim_R].reshape(-1)
     counts = np.bincount(coded_I, minlength=len(palette)).tolist()
     lengths = code_lengths(counts, options.max_code_bits)
-    chunk_R = np.repeat(np.arange(tiling.chunks), tiling.parts(tiling.chunk_rows))
-    chunk_I = np.repeat(chunk_R[~verbatim_R], tiling.row)
-    own["stream"], bytes_C = encode_chunks(coded_I, chunk_I, tiling.chunks, lengths)
+    chunk_R = np.repeat(np.arange(order.chunks), order.parts(order.chunk_rows))
+    chunk_I = np.repeat(chunk_R[~verbatim_R], order.row)
+    own["stream"], bytes_C = encode_chunks(coded_I, chunk_I, order.chunks, lengths)
     own["chunk_bytes"] = bytes_C.astype(np.uint16)
     return dataclasses.replace(header, lengths=tuple(lengths)), own
 
@@ -190,24 +186,22 @@ def unweight_decode(blob: Buffer, shape: tuple[int, ...]) -> np.ndarray:
     """
     data = np.frombuffer(blob, np.uint8)
     header = check_blob(data)
-    tiling = header.tiling(shape)
-    places = header.sections(tiling, data.size)
+    order = header.order(shape)
+    places = header.sections(order, data.size)
     sections = {name: data[place] for name, place in places.items()}
     word = np.dtype(dict(DTYPES)[header.dtype]).newbyteorder("<")
-    N = tiling.num_weights
+    N = order.num_weights
     if header.form == "raw":
         words = sections["words"].view(word)
     elif header.dtype == "I32":
-        nibbles = tiling.from_rows(_symbols(header, tiling, sections)).reshape(-1, NIBBLES)
+        nibbles = order.from_rows(_symbols(header, order, sections)).reshape(-1, NIBBLES)
         packed = nibbles[:, 0::2] | nibbles[:, 1::2] << 4
         words = packed.reshape(-1).view(word)
     else:
-        sign_mantissa = np.zeros(tiling.rows * tiling.row, np.uint8)
+        sign_mantissa = np.zeros(order.rows * order.row, np.uint8)
         sign_mantissa[:N] = sections["sign_mantissa"]
-        symbols_RX = _symbols(header, tiling, sections)
-        words = tiling.from_rows(
-            join_exponents(symbols_RX, sign_mantissa.reshape(symbols_RX.shape))
-        )
+        symbols_RX = _symbols(header, order, sections)
+        words = order.from_rows(join_exponents(symbols_RX, sign_mantissa.reshape(symbols_RX.shape)))
         if header.dtype == "F32":
             both = np.stack([sections["low"].view("<u2"), words], axis=1)
             words = both.astype("<u2").reshape(-1).view(word)
@@ -218,14 +212,16 @@ def unweight_decode(blob: Buffer, shape: tuple[int, ...]) -> np.ndarray:
     return words.astype(word.newbyteorder("="), copy=False).reshape(shape)
 
 
-def _symbols(header: UnweightHeader, tiling: Tiling, sections: dict[str, np.ndarray]) -> np.ndarray:
+def _symbols(
+    header: UnweightHeader, order: TileOrder, sections: dict[str, np.ndarray]
+) -> np.ndarray:
     """Exponents, or 4-bit values, [R, X] uint8 from the sections of a coded form."""
-    shape = tiling.rows, tiling.row
+    shape = order.rows, order.row
     values = np.zeros(256, np.uint8)
     values[: len(header.palette)] = header.palette
     if header.form == "compact":
         planes = np.unpackbits(
-            sections["codes"].reshape(tiling.rows, 3, -1), axis=2, bitorder="little"
+            sections["codes"].reshape(order.rows, 3, -1), axis=2, bitorder="little"
         )
         code_RX = planes[:, 0] | planes[:, 1] << 1 | planes[:, 2] << 2
         escaped_RX = code_RX == ESCAPE
@@ -236,28 +232,28 @@ def _symbols(header: UnweightHeader, tiling: Tiling, sections: dict[str, np.ndar
         symbols_RX = values[code_RX]
         symbols_RX[escaped_RX] = sections["escapes"]
         return symbols_RX
-    verbatim_R = np.zeros(tiling.rows, bool)
+    verbatim_R = np.zeros(order.rows, bool)
     if header.verbatim_rows:
-        bits = np.unpackbits(sections["bitmask"], count=tiling.rows, bitorder="little")
+        bits = np.unpackbits(sections["bitmask"], count=order.rows, bitorder="little")
         verbatim_R = bits.astype(bool)
         if verbatim_R.sum() != header.verbatim_rows:
             raise Corrupt(f"bitmask: expected {header.verbatim_rows} rows, got {verbatim_R.sum()}")
     symbols_RX = np.zeros(shape, np.uint8)
     if header.form == "palette":
-        codes = sections["codes"].reshape(tiling.rows, -1)
+        codes = sections["codes"].reshape(order.rows, -1)
         symbols_RX[:, 0::2], symbols_RX[:, 1::2] = values[codes & 15], values[codes >> 4]
     else:
         bytes_C = sections["chunk_bytes"].view("<u2").astype(np.int64)
         if bytes_C.sum() != sections["stream"].size:
             raise Corrupt(f"stream: expected {bytes_C.sum()} bytes, got {sections['stream'].size}")
-        chunk_R = np.repeat(np.arange(tiling.chunks), tiling.parts(tiling.chunk_rows))
-        rows_C = np.bincount(chunk_R[~verbatim_R], minlength=tiling.chunks)
+        chunk_R = np.repeat(np.arange(order.chunks), order.parts(order.chunk_rows))
+        rows_C = np.bincount(chunk_R[~verbatim_R], minlength=order.chunks)
         ranks, used_up_C = decode_chunks(
-            sections["stream"], bytes_C, rows_C * tiling.row, header.lengths
+            sections["stream"], bytes_C, rows_C * order.row, header.lengths
         )
         if not used_up_C.all():
             raise Corrupt(f"stream: chunk {int(used_up_C.argmin())} has codes of other bytes")
-        symbols_RX[~verbatim_R] = values[ranks].reshape(-1, tiling.row)
+        symbols_RX[~verbatim_R] = values[ranks].reshape(-1, order.row)
     if header.verbatim_rows:
-        symbols_RX[verbatim_R] = sections["verbatim"].reshape(-1, tiling.row)
+        symbols_RX[verbatim_R] = sections["verbatim"].reshape(-1, order.row)
     return symbols_RX

@@ -6,7 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jinfire.unweight.tensor import RAGGED, code, filled, room
+from jinfire.unweight.device import device_form
+from jinfire.unweight.tensor import RAGGED, filled, room
 from pallas_kernels import unweight_rows
 
 SHAPES = [(1, 64), (3, 192), (64, 64), (65, 128), (127, 64), (200, 256)]
@@ -33,7 +34,7 @@ def test_rows_are_those_of_the_matrix(form, content):
     for shape in SHAPES:
         rng = np.random.default_rng(shape)
         words = CONTENTS[content](rng, shape)
-        matrix = code(words, form)
+        matrix = device_form(words, form)
         # Alone, and filled up as devices of a mesh fill up theirs.
         ids = rng.integers(0, shape[0], (2, 5)).astype(np.int32)
         ids[0, 0], ids[1, 4] = 0, shape[0] - 1
@@ -54,7 +55,7 @@ def filled_up(matrix):
 
 
 def test_a_huffman_stream_has_no_single_rows():
-    matrix = code(trained(np.random.default_rng(0), (64, 64)), "huffman")
+    matrix = device_form(trained(np.random.default_rng(0), (64, 64)), "huffman")
     with pytest.raises(ValueError, match="received 'huffman'"):
         unweight_rows(matrix, jnp.zeros(1, jnp.int32))
 

@@ -1,1 +1,1 @@
-"""Lossless compressed weights: codec, device form, and what the engine does with them."""
+"""Lossless compressed weights: codec, container, device form, and the leaf of the engine."""

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jinfire.unweight.device import device_form
 from jinfire.unweight.policy import VARIANTS, Choice
 from pallas_kernels import (
     MatrixTiling,
@@ -102,21 +101,6 @@ def _in_loop(x: jax.Array, matrix: UnweightMatrix) -> tuple[jax.Array, UnweightM
     A loop over tokens would else decompress its weights once, ahead of the loop, and hold them all.
     """
     return jax.lax.optimization_barrier((x, matrix))
-
-
-def code(words: np.ndarray, form: str) -> UnweightMatrix:
-    """The device form of bfloat16 words, uint16 [F, D] or, expert by expert, [E, F, D]."""
-    if words.ndim == 2:
-        return device_form(np.ascontiguousarray(words), form)
-    parts = [device_form(np.ascontiguousarray(part), form) for part in words]
-    arrays = {}
-    for field in parts[0].arrays():
-        own = [getattr(part, field) for part in parts]
-        if field in RAGGED:
-            length = max(array.shape[RAGGED[field]] for array in own)
-            own = [filled(field, array, length, parts[0]) for array in own]
-        arrays[field] = np.stack(own)
-    return dataclasses.replace(parts[0], **arrays)
 
 
 def filled(field: str, array: np.ndarray, length: int, matrix: UnweightMatrix) -> np.ndarray:
