@@ -30,6 +30,18 @@ from pallas_kernels.unweight_blob import (
     check_words,
     hash_blob,
 )
+from pallas_kernels.unweight_decompress import (
+    UNWEIGHT_COMPACT,
+    UNWEIGHT_EXPONENT,
+    UNWEIGHT_EXPONENTS,
+    UNWEIGHT_HUFFMAN,
+    UNWEIGHT_PALETTE,
+    UNWEIGHT_TRANSCODE,
+    unweight_decompress,
+    unweight_exponents,
+    unweight_transcode,
+)
+from pallas_kernels.unweight_decompress_xla import unweight_rows
 from pallas_kernels.unweight_format import (
     UnweightOptions,
     choose_palette,
@@ -37,8 +49,13 @@ from pallas_kernels.unweight_format import (
     unweight_encode,
 )
 from pallas_kernels.unweight_huffman import canonical_codes, code_lengths, decode_table
-from pallas_kernels.unweight_matrix import Tiling as MatrixTiling
-from pallas_kernels.unweight_matrix import UnweightMatrix
+from pallas_kernels.unweight_matmul import (
+    GROUPED_MATMULS,
+    MATMULS,
+    grouped_unweight_matmul,
+    unweight_matmul,
+)
+from pallas_kernels.unweight_matrix import MatrixTiling, UnweightMatrix
 
 KERNELS = {
     kernel.name: kernel
@@ -49,6 +66,14 @@ KERNELS = {
         GROUPED_MATMUL,
         INT4_MATMUL,
         GROUPED_INT4_MATMUL,
+        UNWEIGHT_PALETTE,
+        UNWEIGHT_EXPONENT,
+        UNWEIGHT_COMPACT,
+        UNWEIGHT_HUFFMAN,
+        UNWEIGHT_EXPONENTS,
+        UNWEIGHT_TRANSCODE,
+        *MATMULS.values(),
+        *GROUPED_MATMULS.values(),
     )
 }
 
@@ -67,9 +92,6 @@ __all__ = [
     "write_pages",
     "pack_for_device",
     "unpack_from_device",
-    # compressed weights on devices
-    "MatrixTiling",
-    "UnweightMatrix",
     # compressed weights: the format, and its oracle
     "Corrupt",
     "TileOrder",
@@ -84,6 +106,15 @@ __all__ = [
     "hash_blob",
     "unweight_decode",
     "unweight_encode",
+    # coded weights
+    "unweight_decompress",
+    "unweight_exponents",
+    "unweight_transcode",
+    "unweight_matmul",
+    "grouped_unweight_matmul",
+    "unweight_rows",
+    "UnweightMatrix",
+    "MatrixTiling",
     # measurement
     "WORKLOADS",
     "SMOKE_WORKLOADS",
