@@ -28,6 +28,9 @@ from jinfire.request import (
 )
 from jinfire.tokenizer import Tokenizer
 from jinfire.training import Routing, TrainableModel
+from jinfire.unweight.compress import compress
+from jinfire.unweight.decompress import decompress
+from jinfire.unweight.describe import describe_compressed
 from jinfire.unweight.policy import (
     VARIANTS,
     Choice,
@@ -36,6 +39,7 @@ from jinfire.unweight.policy import (
     read_policies,
     write_policies,
 )
+from jinfire.unweight.verify import verify_compressed
 from pallas_kernels import ToolchainMissing
 from sharding import MeshSpec
 
@@ -75,6 +79,9 @@ __all__ = [
     "UnknownToken",
     "UnsupportedConfig",
     "UnweightPolicy",
+    "compress",
+    "decompress",
+    "describe_compressed",
     "fetch",
     "load_tokenizer",
     "open_checkpoint",
@@ -84,4 +91,5 @@ __all__ = [
     "request_metrics",
     "summary",
     "write_policies",
+    "verify_compressed",
 ]
