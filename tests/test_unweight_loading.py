@@ -15,7 +15,8 @@ from jinfire.layout import StageLayout, projection_of
 from jinfire.loading import RandomSource, load_params
 from jinfire.models.spec import abstract_tree
 from jinfire.programs.abstract import AbstractPrograms, Sizes
-from jinfire.unweight.tensor import RAGGED, UnweightTensor
+from jinfire.unweight.tensor import MESH_AXES, RAGGED, UnweightTensor
+from pallas_kernels import KERNELS, UnweightMatrix
 from sharding import MeshSpec, make_mesh
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -67,9 +68,12 @@ def loaded(config: jf.ModelConfig, spec: MeshSpec, unweight: str | None):
     return layout, load_params(source(config), layout, mesh, BFLOAT16)
 
 
-@jax.jit
-def decompressed(weight: UnweightTensor) -> jax.Array:
-    return weight.local().dense()
+def decoded(matrix: UnweightMatrix) -> np.ndarray:
+    """Words of a matrix, or a stack of them, by the reference in NumPy."""
+    kernel = KERNELS[f"unweight_{matrix.form}"]
+    return np.asarray(kernel.reference(*matrix.arrays().values(), shape=matrix.shape)).view(
+        np.uint16
+    )
 
 
 def parts(weight: jax.Array | UnweightTensor, stacked: bool) -> dict[jax.Device, np.ndarray]:
@@ -79,15 +83,13 @@ def parts(weight: jax.Array | UnweightTensor, stacked: bool) -> dict[jax.Device,
         return {
             device: (part[0] if stacked else part).view(np.uint16) for device, part in held.items()
         }
-    leaves, tree = jax.tree.flatten(weight)
+    leaves, tree = jax.tree.flatten(weight.matrix)
     by_device: dict[jax.Device, list] = {}
     for leaf in leaves:
         for shard in leaf.addressable_shards:
-            by_device.setdefault(shard.device, []).append(shard.data)
-    return {
-        device: np.asarray(decompressed(jax.tree.unflatten(tree, own))).view(np.uint16)
-        for device, own in by_device.items()
-    }
+            assert shard.data.shape[:MESH_AXES] == (1, 1, 1)
+            by_device.setdefault(shard.device, []).append(np.asarray(shard.data)[0, 0, 0])
+    return {device: decoded(jax.tree.unflatten(tree, own)) for device, own in by_device.items()}
 
 
 @pytest.mark.parametrize("form", FORMS)
