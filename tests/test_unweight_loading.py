@@ -61,9 +61,8 @@ def source(config: jf.ModelConfig) -> ChangedSource:
     return ChangedSource(RandomSource(config), far_exponents)
 
 
-def loaded(config: jf.ModelConfig, spec: MeshSpec, unweight: str | None):
-    policy = None if unweight is None else jf.UnweightPolicy.uniform(unweight)
-    layout = StageLayout(config, spec, policy)
+def loaded(config: jf.ModelConfig, spec: MeshSpec, variant: str):
+    layout = StageLayout(config, spec, jf.UnweightPolicy.uniform(variant))
     mesh = make_mesh(spec, jax.devices()[: spec.size])
     return layout, load_params(source(config), layout, mesh, BFLOAT16)
 
@@ -97,7 +96,7 @@ def parts(weight: jax.Array | UnweightTensor, stacked: bool) -> dict[jax.Device,
 def test_every_device_holds_its_own_part(model, spec, form):
     """Whichever axis is split; padded vocabulary and stages without a layer are zeros."""
     config = MODELS[model]
-    layout, plain = loaded(config, spec, None)
+    layout, plain = loaded(config, spec, "dense")
     _, coded = loaded(config, spec, FORMS[form])
     assert coded.keys() == plain.keys()
     tensors = StageLayout(config, spec, jf.UnweightPolicy.uniform(FORMS[form])).tensors
@@ -115,7 +114,6 @@ def test_what_stays_dense_and_why():
     policy = jf.UnweightPolicy.uniform("direct")
     tensors = StageLayout(LATENT, MeshSpec(expert=2, tensor=2), policy).tensors
     why = {projection_of(name): tensor.why_dense for name, tensor in tensors.items()}
-    assert why["mlp.router"] in ("multiplied in float32", "stored as float32")
     assert tensors["layers.1.mlp.router.weight"].why_dense == "multiplied in float32"
     assert tensors["layers.1.mlp.experts.up.packed"].why_dense == "stored as int32"
     assert tensors["layers.1.mlp.experts.up.scale"].why_dense == "stored as bfloat16"
