@@ -47,6 +47,8 @@ from pallas_kernels.unweight_decompress_xla import unweight_rows
 from pallas_kernels.unweight_format import (
     UnweightOptions,
     choose_palette,
+    pack_nibbles,
+    unpack_nibbles,
     unweight_decode,
     unweight_encode,
 )
@@ -108,6 +110,8 @@ __all__ = [
     "code_lengths",
     "decode_table",
     "hash_blob",
+    "pack_nibbles",
+    "unpack_nibbles",
     "unweight_decode",
     "unweight_encode",
     # coded weights

@@ -210,7 +210,8 @@ class UnweightHeader:
         if self.form == "huffman":
             given["chunk_bytes"] = 2 * order.chunks
         if self.verbatim_rows:
-            given["verbatim"] = self.verbatim_rows * order.row
+            # In palette form the low halves of these bytes lie where the codes of a row do.
+            given["verbatim"] = self.verbatim_rows * order.row // (1 + (self.form == "palette"))
         if self.form == "compact":
             given |= {"tile_first": 4 * order.tiles, "pair_first": 2 * order.num_parts(2)}
         if self.dtype != "I32":

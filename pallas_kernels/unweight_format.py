@@ -75,6 +75,17 @@ def join_exponents(exponents: np.ndarray, sign_mantissa: np.ndarray) -> np.ndarr
     return sign | exponents.astype(np.uint16) << np.uint16(7) | mantissa
 
 
+def pack_nibbles(values_RX: np.ndarray) -> np.ndarray:
+    """Bytes [R, X / 2] of values below 16, the first of two in the low half."""
+    return values_RX[:, 0::2] | values_RX[:, 1::2] << 4
+
+
+def unpack_nibbles(bytes_RX: np.ndarray) -> np.ndarray:
+    """The inverse of `pack_nibbles`."""
+    rows, width = bytes_RX.shape
+    return np.stack([bytes_RX & 15, bytes_RX >> 4], axis=2).reshape(rows, 2 * width)
+
+
 def choose_palette(counts: np.ndarray, form: str, entries: int = PALETTE) -> tuple[int, ...]:
     """The most frequent values first, smaller ones first of equally frequent ones."""
     entries = COMPACT_PALETTE if form == "compact" else entries
@@ -160,8 +171,10 @@ def _coded(
         own["bitmask"] = np.packbits(verbatim_R, bitorder="little")
         own["verbatim"] = symbols_RX[verbatim_R]
     if form == "palette":
-        rank_RX[verbatim_R] = 0
-        own["codes"] = rank_RX[:, 0::2] | rank_RX[:, 1::2] << 4
+        rank_RX[verbatim_R] = symbols_RX[verbatim_R] & 15
+        own["codes"] = pack_nibbles(rank_RX)
+        if verbatim_R.any():
+            own["verbatim"] = pack_nibbles(own["verbatim"] >> 4)
         return header, own
     coded_I = rank_RX[~verbatim_R].reshape(-1)
     counts = np.bincount(coded_I, minlength=len(palette)).tolist()
@@ -216,7 +229,6 @@ def _symbols(
     header: UnweightHeader, order: TileOrder, sections: dict[str, np.ndarray]
 ) -> np.ndarray:
     """Exponents, or 4-bit values, [R, X] uint8 from the sections of a coded form."""
-    shape = order.rows, order.row
     values = np.zeros(256, np.uint8)
     values[: len(header.palette)] = header.palette
     if header.form == "compact":
@@ -238,22 +250,25 @@ def _symbols(
         verbatim_R = bits.astype(bool)
         if verbatim_R.sum() != header.verbatim_rows:
             raise Corrupt(f"bitmask: expected {header.verbatim_rows} rows, got {verbatim_R.sum()}")
-    symbols_RX = np.zeros(shape, np.uint8)
     if header.form == "palette":
-        codes = sections["codes"].reshape(order.rows, -1)
-        symbols_RX[:, 0::2], symbols_RX[:, 1::2] = values[codes & 15], values[codes >> 4]
-    else:
-        bytes_C = sections["chunk_bytes"].view("<u2").astype(np.int64)
-        if bytes_C.sum() != sections["stream"].size:
-            raise Corrupt(f"stream: expected {bytes_C.sum()} bytes, got {sections['stream'].size}")
-        chunk_R = np.repeat(np.arange(order.chunks), order.parts(order.chunk_rows))
-        rows_C = np.bincount(chunk_R[~verbatim_R], minlength=order.chunks)
-        ranks, used_up_C = decode_chunks(
-            sections["stream"], bytes_C, rows_C * order.row, header.lengths
-        )
-        if not used_up_C.all():
-            raise Corrupt(f"stream: chunk {int(used_up_C.argmin())} has codes of other bytes")
-        symbols_RX[~verbatim_R] = values[ranks].reshape(-1, order.row)
+        rank_RX = unpack_nibbles(sections["codes"].reshape(order.rows, -1))
+        symbols_RX = values[rank_RX]
+        if header.verbatim_rows:
+            high = unpack_nibbles(sections["verbatim"].reshape(-1, order.row // 2))
+            symbols_RX[verbatim_R] = rank_RX[verbatim_R] | high << 4
+        return symbols_RX
+    bytes_C = sections["chunk_bytes"].view("<u2").astype(np.int64)
+    if bytes_C.sum() != sections["stream"].size:
+        raise Corrupt(f"stream: expected {bytes_C.sum()} bytes, got {sections['stream'].size}")
+    chunk_R = np.repeat(np.arange(order.chunks), order.parts(order.chunk_rows))
+    rows_C = np.bincount(chunk_R[~verbatim_R], minlength=order.chunks)
+    ranks, used_up_C = decode_chunks(
+        sections["stream"], bytes_C, rows_C * order.row, header.lengths
+    )
+    if not used_up_C.all():
+        raise Corrupt(f"stream: chunk {int(used_up_C.argmin())} has codes of other bytes")
+    symbols_RX = np.zeros((order.rows, order.row), np.uint8)
+    symbols_RX[~verbatim_R] = values[ranks].reshape(-1, order.row)
     if header.verbatim_rows:
         symbols_RX[verbatim_R] = sections["verbatim"].reshape(-1, order.row)
     return symbols_RX

@@ -18,6 +18,8 @@ from pallas_kernels import (
     check_words,
     decode_table,
     hash_blob,
+    pack_nibbles,
+    unpack_nibbles,
 )
 
 HEADER_BYTES = 64
@@ -164,12 +166,20 @@ def _coded_blob(
     if form == "compact":
         arrays["tile_first"] = np.empty(order.tiles, np.uint32)
         arrays["pair_first"] = np.empty(order.num_parts(2), np.uint16)
+    if form == "palette" and "verbatim" in arrays:
+        arrays["verbatim"] = np.empty(coding.verbatim_rows * ROW, np.uint8)
     if "sign_mantissa" in arrays and order.rows * ROW != order.num_weights:
         arrays["sign_mantissa"] = np.empty(order.rows * ROW, np.uint8)
     pieces = fill(coding, arrays, jobs)
     size = at + sum(piece.size for piece in pieces) + low
     if size >= HEADER_BYTES + words.nbytes:
         return None, raw
+    if form == "palette" and coding.verbatim_rows:
+        # The low halves lie where the codes of these rows would.
+        symbols_VX = arrays["verbatim"].reshape(-1, ROW)
+        codes_R = sections["codes"].reshape(-1, ROW // 2)
+        codes_R[coding.flags_R != 0] = pack_nibbles(symbols_VX & 15)
+        sections["verbatim"][:] = pack_nibbles(symbols_VX >> 4).reshape(-1)
     if coding.verbatim_rows:
         sections["bitmask"][:] = np.packbits(coding.flags_R, bitorder="little")
     for name, kind in (("chunk_bytes", "<u2"), ("tile_first", "<u4"), ("pair_first", "<u2")):
@@ -237,6 +247,8 @@ def _decode_tiles(
             )
     elif header.form == "palette":
         codes_R = as_input(sections["codes"][rows.start * 32 : rows.stop * 32])
+        low = unpack_nibbles(codes_R.reshape(-1, ROW // 2)[flags_R != 0])
+        verbatim = as_input(low | unpack_nibbles(verbatim.reshape(-1, ROW // 2)) << 4)
         pairs = values.astype(np.uint16)[BYTES & 15] | values.astype(np.uint16)[BYTES >> 4] << 8
 
         def work(first: int, last: int) -> int:
@@ -274,7 +286,7 @@ def _decode_tiles(
 def _verbatim(
     header: UnweightHeader, order: TileOrder, sections: dict[str, np.ndarray], rows: slice
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Flags of some rows, from a multiple of 64 on, and the symbols of those that are verbatim."""
+    """Flags of some rows, from a multiple of 64 on, and what the section has of verbatim ones."""
     num_rows = rows.stop - rows.start
     if not header.verbatim_rows:
         return np.zeros(num_rows, np.uint8), NOTHING
@@ -284,7 +296,8 @@ def _verbatim(
     end = before + int(np.count_nonzero(flags_R))
     if end > header.verbatim_rows or (rows.stop == order.rows and end < header.verbatim_rows):
         raise Corrupt(f"bitmask: expected {header.verbatim_rows} rows, got {end}")
-    return flags_R, as_input(sections["verbatim"][before * ROW : end * ROW])
+    width = ROW // 2 if header.form == "palette" else ROW
+    return flags_R, as_input(sections["verbatim"][before * width : end * width])
 
 
 def _chunks(
