@@ -84,7 +84,8 @@ class Word:
     def __ne__(self, other: object) -> Any:
         return self._compare(arith.CmpIPredicate.ne, other)
 
-    __hash__ = None
+    def __hash__(self) -> int:
+        raise TypeError("a word has no value before its thread runs")
 
 
 def _i32() -> ir.Type:
@@ -224,7 +225,7 @@ class GpuThread:
     ) -> Words:
         """`body` as long as the thread's own test holds. It writes no memory."""
         kinds = [word.value.type for word in carry]
-        loop = scf.WhileOp(kinds, [word.value for word in carry])
+        loop = scf.WhileOp(results_=kinds, inits=[word.value for word in carry])
         places = [ir.Location.unknown()] * len(kinds)
         before = loop.regions[0].blocks.append(*kinds, arg_locs=places)
         with ir.InsertionPoint(before):
@@ -239,7 +240,9 @@ class GpuThread:
         choice = scf.IfOp(flag.value, [word.value.type for word in otherwise], has_else=True)
         with ir.InsertionPoint(choice.then_block):
             scf.YieldOp([word.value for word in then()])
-        with ir.InsertionPoint(choice.else_block):
+        other = choice.else_block
+        assert other is not None
+        with ir.InsertionPoint(other):
             scf.YieldOp([word.value for word in otherwise])
         return [Word(value) for value in choice.results]
 

@@ -98,9 +98,12 @@ def _huffman_program(
     chunks = tiles * TILE_CHUNKS
     first_chunk = matrix * tiling.chunks + first_tile * TILE_CHUNKS
 
-    for i in range(TABLE // (4 * THREADS)):
+    def copy(i: Any, _: Words) -> Words:
         place = (t.thread + i * THREADS) * 16
         t.store("shared", place, t.load("table", matrix * (4 * TABLE) + place, 4))
+        return []
+
+    t.unroll(TABLE // (4 * THREADS), [], copy)
     palette = [] if result == "codes" else t.load("palette", matrix * 16, 4)
 
     own = first_chunk + t.where(t.thread < chunks, t.thread, chunks - 1)

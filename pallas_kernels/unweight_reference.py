@@ -98,7 +98,9 @@ def _pack_palette(tiling: MatrixTiling, exponents: np.ndarray, form: str) -> dic
 def code_lengths(counts: np.ndarray) -> np.ndarray:
     """Lengths of Huffman codes; rare symbols are counted as less rare until none is too long."""
     while True:
-        heap = [(int(n), s, (s,)) for s, n in enumerate(counts) if n]
+        heap: list[tuple[int, int, tuple[int, ...]]] = [
+            (int(n), s, (s,)) for s, n in enumerate(counts) if n
+        ]
         lengths = np.zeros(len(counts), np.int64)
         if len(heap) == 1:
             lengths[heap[0][2][0]] = 1
