@@ -2,6 +2,7 @@
 
 import re
 import sys
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from pallas_kernels import (
     KERNELS,
     MatrixTiling,
     UnweightMatrix,
+    canonical_codes,
+    code_lengths,
     unweight_decompress,
     unweight_exponents,
     unweight_rows,
@@ -25,7 +28,7 @@ from pallas_kernels.threads import GpuThread, JaxThreads
 from pallas_kernels.toolchain import ToolchainMissing, run_python
 from pallas_kernels.unweight_decompress_xla import decode_table
 from pallas_kernels.unweight_matrix import ARRAYS, FORMS, MAX_BITS
-from pallas_kernels.unweight_reference import canonical_codes, code_lengths, pack
+from pallas_kernels.unweight_reference import pack
 
 BF16 = ml_dtypes.bfloat16
 
@@ -118,7 +121,7 @@ def test_matrix_is_a_pytree_of_its_arrays(form: str) -> None:
         ("verbatim", lambda x: x[:-1], "verbatim: expected"),
     ],
 )
-def test_wrong_arrays_are_named(name: str, change: object, said: str) -> None:
+def test_wrong_arrays_are_named(name: str, change: Callable, said: str) -> None:
     matrix = pack(words(64, 128), "palette")
     assert len(matrix.verbatim_row) > 1
     changed = UnweightMatrix(
@@ -137,8 +140,10 @@ def test_wrong_arrays_are_named(name: str, change: object, said: str) -> None:
     ids=str,
 )
 def test_table_says_what_the_bits_are(counts: list[int]) -> None:
-    lengths = code_lengths(np.asarray(counts + [0] * (16 - len(counts))))
-    codes = {code: s for s, code in enumerate(canonical_codes(lengths)) if code}
+    lengths = code_lengths(counts + [0] * (16 - len(counts)), MAX_BITS)
+    # As texts, the first bit of the stream first.
+    texts = (f"{c:0{n}b}"[::-1] for n, c in zip(lengths, canonical_codes(lengths), strict=True))
+    codes = {text: s for s, text in enumerate(texts) if lengths[s]}
     assert sum(2.0 ** -len(code) for code in codes) <= 1
     assert max(map(len, codes)) <= MAX_BITS
     table = np.asarray(decode_table(jnp.asarray(lengths, jnp.uint8)))
