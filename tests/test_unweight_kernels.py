@@ -24,7 +24,7 @@ from pallas_kernels import (
     unweight_rows,
     unweight_transcode,
 )
-from pallas_kernels.threads import GpuThread, JaxThreads
+from pallas_kernels.threads import GpuThread, NumpyThreads
 from pallas_kernels.toolchain import ToolchainMissing, run_python
 from pallas_kernels.unweight_decompress_xla import decode_table
 from pallas_kernels.unweight_matrix import ARRAYS, FORMS, MAX_BITS
@@ -279,7 +279,7 @@ def test_executed_instructions_give_the_same_bits(name: str, chosen: str) -> Non
 def test_both_machines_have_the_same_operations() -> None:
     """Except for what only one of them needs."""
     both = [
-        {n for n in vars(machine) if not n.startswith("_")} for machine in (GpuThread, JaxThreads)
+        {n for n in vars(machine) if not n.startswith("_")} for machine in (GpuThread, NumpyThreads)
     ]
     assert both[0] == both[1]
 
