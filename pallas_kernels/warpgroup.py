@@ -198,7 +198,8 @@ def load_words(ref: Any, row: Any, count: int, interpret: Any) -> Words:
     scalar = plgpu.ShapeDtypeStruct((), jnp.int32, layout=splat)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), splat), return_type=[scalar] * count)
-    def load(_: Any, array: ir.Value, row: Any) -> list[Any]:
+    def load(*arguments: Any) -> list[Any]:
+        _, array, row = arguments
         thread = WarpgroupThread({"array": array}, ())
         words = thread.load("array", Word(row.registers.flat[0]) * 16, 4)
         return [mgpu.FragmentedArray.splat(w.value, (), is_signed=True) for w in words[:count]]
