@@ -18,7 +18,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import vector
 
 from pallas_kernels.threads import THREADS, WARP, GpuThread, Word, Words
 
@@ -35,18 +35,6 @@ class WarpgroupThread(GpuThread):
     def __init__(self, memory: Mapping[str, ir.Value], written: tuple[str, ...]) -> None:
         super().__init__(memory, written)
         self.thread = self.thread % THREADS
-
-    def load_either(self, flag: Word, one: str, other: str, offset: Word) -> Word:
-        """A word of one array where the flag is set, else of the other, shared or not."""
-        generic = llvm.PointerType.get()
-        places = [
-            pointer if pointer.type == generic else llvm.addrspacecast(generic, pointer)
-            for pointer in (self._pointers[name] for name in (one, other))
-        ]
-        base = arith.select(flag.value, *places)
-        wide = arith.extui(ir.IntegerType.get_signless(64), offset.value)
-        place = mgpu_utils.getelementptr(base, [wide], ir.IntegerType.get_signless(8))
-        return Word(llvm.load(offset.value.type, place, alignment=4))
 
     def any(self, flag: Word) -> Word:
         """Whether the flag of any thread of the warp is set. All of them must be there."""
@@ -84,9 +72,6 @@ class NumpyWarpgroup:
 
     def load_half(self, name: str, offset: np.ndarray) -> np.ndarray:
         return self._at(name, offset // 4) >> offset % 4 * 8 & 0xFFFF
-
-    def load_either(self, flag: np.ndarray, one: str, other: str, offset: np.ndarray) -> np.ndarray:
-        return np.where(flag, self._at(one, offset // 4), self._at(other, offset // 4))
 
     def where(self, flag: np.ndarray, yes: np.ndarray, no: np.ndarray) -> np.ndarray:
         return np.where(flag, yes, no)
