@@ -6,9 +6,9 @@ and writes is consecutive. A row is 8 segments, a tile 512, of which each of 128
 has all its loads on the way before it uses one). Nothing is kept in shared memory, and 10 or more
 blocks on an SM hide what a load takes.
 
-Instructions for a weight, counted in the PTX of the kernels: exponents 3, palette 5, 3-bit codes
-12. At the copy bandwidth of an H200 (4.2 of 4.8 TB/s, 132 SMs at 1.7 GHz, 3.5 bytes in and out) a
-weight has time for 24, so memory is the bound.
+Instructions for a weight, counted as the PTX of the kernels is executed: exponents 5, palette 8,
+3-bit codes 13. At the copy bandwidth of an H200 (4.2 of 4.8 TB/s, 132 SMs at 1.7 GHz, 3.5 bytes in
+and out) a weight has time for 24, so memory is the bound.
 """
 
 import math
