@@ -44,7 +44,7 @@ PAIRS = TILE_ROWS // 2  # pairs of rows of a tile
 LINE_WORDS = 32
 LINES = TILE_ROWS * PLANES // LINE_WORDS  # of a tile
 
-# Ids of verbatim rows that are copied ahead: a copy has at least 128 bytes.
+# Ids of verbatim rows that are copied, since a copy has at least 128 bytes; `AHEAD` are used.
 IDS_AHEAD = 32
 
 
@@ -205,10 +205,11 @@ def _exponent_tiles(form: _Form, matrix: UnweightMatrix) -> tuple[list[jax.Array
 
     def multiply(acc, refs, buffers, x, step: Step, warpgroup, values) -> None:
         def tile(part: int, rows: pl.Slice) -> jax.Array:
-            names = ("sign_mantissa", "exponents")
-            own = [buffer.at[step.slot, warpgroup, rows] for buffer in buffers[:2]]
-            arrays = dict(zip(names, own, strict=True))
-            return operand(exponent_program, arrays, names, {}, form.interpret)
+            shared = {
+                "sign_mantissa": buffers[0].at[step.slot, warpgroup, rows],
+                "exponents": buffers[1].at[step.slot, warpgroup, rows],
+            }
+            return operand(exponent_program, shared, tuple(shared), {}, form.interpret)
 
         form.multiply(acc, buffers, x, step.slot, warpgroup, tile)
 
@@ -221,11 +222,11 @@ def _palette_tiles(form: _Form, matrix: UnweightMatrix) -> tuple[list[jax.Array]
     """Palette codes, and of every step the first verbatim rows with their ids."""
     V = matrix.verbatim_row.shape[-1]
     row, verbatim = matrix.verbatim_row, matrix.verbatim
-    if 0 < V < IDS_AHEAD:
+    if 0 < V < AHEAD:
         R = form.F * form.columns
-        row = jnp.pad(row, ((0, 0), (0, IDS_AHEAD - V)), constant_values=R)
-        verbatim = jnp.pad(verbatim, ((0, 0), (0, IDS_AHEAD - V), (0, 0)))
-        V = IDS_AHEAD
+        row = jnp.pad(row, ((0, 0), (0, AHEAD - V)), constant_values=R)
+        verbatim = jnp.pad(verbatim, ((0, 0), (0, AHEAD - V), (0, 0)))
+        V = AHEAD
 
     def load(refs, buffers, barrier, step: Step) -> None:
         for ref, buffer in zip(refs[:2], buffers, strict=False):
@@ -233,8 +234,8 @@ def _palette_tiles(form: _Form, matrix: UnweightMatrix) -> tuple[list[jax.Array]
         for own in range(form.own_bands if V else 0):
             row_ref, verbatim_ref, first_ref = refs[3:]
             # Not over the end: in front there are rows of other tiles, behind none or another
-            # matrix.
-            ahead = jnp.minimum(first_ref[form.tile(step, own)], V - IDS_AHEAD)
+            # matrix, of which there may be ids that nobody looks at.
+            ahead = jnp.minimum(first_ref[form.tile(step, own)], V - AHEAD)
             place = step.group * V + ahead
             for ref, buffer, count in (
                 (row_ref, buffers[2], IDS_AHEAD),

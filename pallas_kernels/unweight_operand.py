@@ -9,7 +9,10 @@ no two of its reads meet in a bank.
 The programs work on a machine of `pallas_kernels/warpgroup.py`. An exponent *turned* is its byte
 rotated right by one bit: then one choice of bits makes each byte of a weight's word.
 
-Instructions for a weight, counted in the PTX: see `docs/unweight.md`.
+Instructions for a weight, counted in the PTX: exponents 4, palette 9, 3-bit codes 16. At the full
+bandwidth of an H200 (4.8 TB/s, 132 SMs at 1.7 GHz) an SM has time for 7 instructions of each of its
+four schedulers for four weights of one byte and a half: the assembler joins logic operations by
+threes, and that is about what is left of the 3-bit codes, and half of it of the palette.
 """
 
 from collections.abc import Callable
@@ -195,62 +198,86 @@ def compact_program(
     (end,) = t.load("tile_first", tile * 4 + 4)
     (start,) = t.load("tile_first", step_tile * 4)
     start = t.minimum(start, t.word(count - WINDOW))
-    fits = end - start < WINDOW + 1
-    first = t.where(fits, first - start, first + offset)
-    last = t.where(fits, t.word(WINDOW // 4 - 1), t.word((count * matrices - 1) // 4))
+    rows = [_planes(t, row) for row in _rows(t)]
 
-    def four_bytes(place: Any) -> Any:
-        """Four escapes from a place on; behind the last word anything."""
+    def exponents(place: Any, four_bytes: Callable[..., Any]) -> Words:
+        return [
+            word
+            for planes, before in rows
+            for word in _of_planes(t, planes, place + before, palette, four_bytes)
+        ]
+
+    def ahead(place: Any) -> Any:
+        word = place & 0xFFFC
+        return t.funnel(*t.load("ahead", word), *t.load("ahead", word + 4), place % 4 * 8)
+
+    def stored(place: Any) -> Any:
+        last = t.word((count * matrices - 1) // 4)
         word = place // 4
         places = [t.minimum(at, last) for at in (word, word + 1)]
-        low, high = (t.load_either(fits, "ahead", "escapes", at * 4) for at in places)
-        return t.funnel(low, high, place % 4 * 8)
+        return t.funnel(*(t.load("escapes", at * 4)[0] for at in places), place % 4 * 8)
 
-    quarter = _quarter(t)
-    # The columns of a row before the thread's own, in the two words of a plane.
-    zero, half, whole = t.word(0), t.word(0xFFFF), t.word(0xFFFFFFFF)
-    before = (
+    # The word behind the last escape is read with it.
+    room = t.word(WINDOW - 5)
+    fits, none = room >= end - start, [t.word(0)] * 8
+    found = t.when(fits, lambda: exponents(first - start, ahead), none)
+    found = t.when(room < end - start, lambda: exponents(first + offset, stored), found)
+    halves = zip((found[:4], found[4:]), others, strict=True)
+    return [word for e, s in halves for word in _pairs(t, e, s, is_turned=False)]
+
+
+def _planes(t: Any, row: Any) -> tuple[list[Words], Any]:
+    """The planes of a row, and how many escapes of its tile are before the thread's columns."""
+    quarter, zero = _quarter(t), t.word(0)
+    planes = [t.load("codes", row * (4 * PLANES) + 8 * i, 2) for i in range(3)]
+    low, middle, high = planes
+    escaped = [low[i] & middle[i] & high[i] for i in range(2)]
+    count = t.popcount(escaped[0]) + t.popcount(escaped[1])
+    # Of the row before, where that is the first of the pair.
+    above = t.where(row % 2 == 1, t.shuffle_up(count, 4, 8), zero)
+    before = t.load_half("pair_first", row // 2 * 2) + above
+    # The columns of the row before the thread's own, in both words of a plane.
+    half, whole = t.word(0xFFFF), t.word(0xFFFFFFFF)
+    masks = (
         t.where(quarter == 0, zero, t.where(quarter == 1, half, whole)),
         t.where(quarter == 3, half, zero),
     )
-    words = []
-    for row, other in zip(_rows(t), others, strict=True):
-        planes = [t.load("codes", row * (4 * PLANES) + 8 * i, 2) for i in range(3)]
-        low, middle, high = planes
-        escaped = [low[i] & middle[i] & high[i] for i in range(2)]
-        count = t.popcount(escaped[0]) + t.popcount(escaped[1])
-        # Of the row before, where that is the first of the pair.
-        above = t.where(row % 2 == 1, t.shuffle_up(count, 4, 8), zero)
-        place = first + t.load_half("pair_first", row // 2 * 2) + above
-        for word, mask in zip(escaped, before, strict=True):
-            place = place + t.popcount(word & mask)
-        own = [t.where(quarter < 2, *plane) >> quarter % 2 * 16 for plane in planes]
-        words += _pairs(t, _of_planes(t, own, place, palette, four_bytes), other, is_turned=False)
-    return words
+    for word, mask in zip(escaped, masks, strict=True):
+        before = before + t.popcount(word & mask)
+    return planes, before
 
 
 def _of_planes(
-    t: Any, planes: Words, place: Any, palette: Words, four_bytes: Callable[..., Any]
+    t: Any, planes: list[Words], place: Any, palette: Words, four_bytes: Callable[..., Any]
 ) -> Words:
-    """Exponents of 16 codes, whose escapes begin at a place."""
+    """Exponents of the thread's 16 codes of a row, whose escapes begin at a place."""
+    # The thread's two bytes of each plane, in bytes 0 and 2; what is in the others is masked away.
+    selectors = _quarter(t) * 0x202 + 0x100
+    low, middle, high = (t.permute(*plane, selectors) for plane in planes)
+    # Codes of eight weights as two squares of four bits by three planes: those of the low and of
+    # the high halves of both bytes.
+    codes = [
+        _transposed(low & 0x000F000F | middle << 4 & 0x00F000F0 | high << 8 & 0x0F000F00),
+        _transposed(low >> 4 & 0x000F000F | middle & 0x00F000F0 | high << 4 & 0x0F000F00),
+    ]
+    # One more than 7 sets the fourth bit.
+    escaped = [code + 0x11111111 >> 3 & 0x11111111 for code in codes]
     exponents = []
-    for byte in range(2):
-        low, middle, high = (_spread(plane >> 8 * byte & 0xFF) for plane in planes)
-        index = low | middle << 1 | high << 2
-        escaped = low & middle & high
-        for shift in (0, 16):
-            own = escaped >> shift & 0xFFFF
+    for shift in (0, 16):
+        for code, escape in zip(codes, escaped, strict=True):
+            # Four weights; what is above their nibbles does not matter.
+            code, own = code >> shift, escape >> shift
             # A nibble counts the escapes before it in its four, or names the byte of its place.
-            all_ones = own * 15
-            selectors = own * 0x1110 & all_ones | (t.word(0xFFFF) - all_ones) & 0x7654
-            known = t.permute(*palette, index >> shift & 0xFFFF)
-            exponents.append(t.permute(four_bytes(place), known, selectors))
-            place = place + t.popcount(own)
+            chosen = (own * 0x1110 ^ 0x7654) & own * 15 ^ 0x7654
+            known = t.permute(*palette, code)
+            exponents.append(t.permute(four_bytes(place), known, chosen))
+            place = place + t.popcount(own << 16)
     return exponents
 
 
-def _spread(byte: Any) -> Any:
-    """Bit j of a byte as bit 4j of a word."""
-    word = (byte | byte << 12) & 0x000F000F
-    word = (word | word << 6) & 0x03030303
-    return (word | word << 3) & 0x11111111
+def _transposed(word: Any) -> Any:
+    """Bit 4i + j of each half of a word as bit 4j + i."""
+    swapped = (word ^ word >> 3) & 0x0A0A0A0A
+    word = word ^ swapped ^ swapped << 3
+    swapped = (word ^ word >> 6) & 0x00CC00CC
+    return word ^ swapped ^ swapped << 6

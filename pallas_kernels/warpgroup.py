@@ -3,9 +3,6 @@ warpgroup at a time.
 
 Lane 4g + q of warp w has the rows 16w + g and 16w + g + 8 of an operand [64, 64], and the columns
 8i + 2q and 8i + 2q + 1 of each, i = 0..7, as pairs in a word.
-
-In interpret mode NumPy carries out the program, all threads at a time. It is called many times in
-one kernel, and compiling it each time would take longer than everything else.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,9 +15,17 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import vector
 
-from pallas_kernels.threads import THREADS, WARP, GpuThread, Word, Words
+from pallas_kernels.threads import (
+    THREADS,
+    WARP,
+    GpuThread,
+    NumpyThreads,
+    Word,
+    Words,
+    _to_words,
+)
 
 ROWS = COLUMNS = 64
 HALVES = 2  # rows of a lane
@@ -36,18 +41,6 @@ class WarpgroupThread(GpuThread):
         super().__init__(memory, written)
         self.thread = self.thread % THREADS
 
-    def load_either(self, flag: Word, one: str, other: str, offset: Word) -> Word:
-        """A word of one array where the flag is set, else of the other, shared or not."""
-        generic = llvm.PointerType.get()
-        places = [
-            pointer if pointer.type == generic else llvm.addrspacecast(generic, pointer)
-            for pointer in (self._pointers[name] for name in (one, other))
-        ]
-        base = arith.select(flag.value, *places)
-        wide = arith.extui(ir.IntegerType.get_signless(64), offset.value)
-        place = mgpu_utils.getelementptr(base, [wide], ir.IntegerType.get_signless(8))
-        return Word(llvm.load(offset.value.type, place, alignment=4))
-
     def any(self, flag: Word) -> Word:
         """Whether the flag of any thread of the warp is set. All of them must be there."""
         return Word(
@@ -60,77 +53,14 @@ class WarpgroupThread(GpuThread):
         )
 
 
-class NumpyWarpgroup:
-    """Machine that carries out a program for all threads of a warpgroup.
+class NumpyWarpgroup(NumpyThreads):
+    """Machine that carries out a program for all threads of a warpgroup."""
 
-    A load from outside an array gives a pattern that shows.
-    """
-
-    def __init__(self, memory: Mapping[str, np.ndarray]) -> None:
-        self._memory = {name: _words_of(x) for name, x in memory.items()}
-        self.thread = np.arange(THREADS, dtype=np.uint32)
-
-    def word(self, number: int) -> np.ndarray:
-        return np.full(THREADS, number, np.uint32)
-
-    def _at(self, name: str, place: np.ndarray) -> np.ndarray:
-        words = self._memory[name]
-        found = words[np.minimum(place, len(words) - 1)]
-        return np.where(place < len(words), found, np.uint32(0xDEADBEEF))
-
-    def load(self, name: str, offset: np.ndarray, count: int = 1) -> Words:
-        assert not (offset % (4 * count)).any(), "vectors are aligned"
-        return [self._at(name, offset // 4 + i) for i in range(count)]
-
-    def load_half(self, name: str, offset: np.ndarray) -> np.ndarray:
-        return self._at(name, offset // 4) >> offset % 4 * 8 & 0xFFFF
-
-    def load_either(self, flag: np.ndarray, one: str, other: str, offset: np.ndarray) -> np.ndarray:
-        return np.where(flag, self._at(one, offset // 4), self._at(other, offset // 4))
-
-    def where(self, flag: np.ndarray, yes: np.ndarray, no: np.ndarray) -> np.ndarray:
-        return np.where(flag, yes, no)
-
-    def minimum(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
-        return np.minimum(one, other)
-
-    def permute(self, low: np.ndarray, high: np.ndarray, selectors: Any) -> np.ndarray:
-        chosen = np.zeros_like(low)
-        for i in range(4):
-            selector = (selectors + np.zeros_like(low)) >> 4 * i & 15
-            assert (selector < 8).all(), "the highest bit of a selector is 0"
-            source = np.where(selector < 4, low, high) >> selector % 4 * 8
-            chosen |= (source & 0xFF) << 8 * i
-        return chosen
-
-    def funnel(self, low: np.ndarray, high: np.ndarray, shift: np.ndarray) -> np.ndarray:
-        both = low.astype(np.uint64) | high.astype(np.uint64) << np.uint64(32)
-        return (both >> (shift % 32).astype(np.uint64)).astype(np.uint32)
-
-    def popcount(self, word: np.ndarray) -> np.ndarray:
-        return np.bitwise_count(word).astype(np.uint32)
-
-    def shuffle_up(self, word: np.ndarray, distance: int, width: int) -> np.ndarray:
-        return np.where(self.thread % width >= distance, np.roll(word, distance), word)
+    def __init__(self, memory: Mapping[str, Any]) -> None:
+        super().__init__({name: _to_words(np.asarray(x)) for name, x in memory.items()}, 0)
 
     def any(self, flag: np.ndarray) -> np.ndarray:
         return np.repeat(flag.reshape(-1, WARP).any(axis=1), WARP)
-
-    def loop(self, bound: np.ndarray, carry: Words, body: Callable[..., Words]) -> Words:
-        for i in range(int(bound[0])):
-            carry = body(self.word(i), carry)
-        return carry
-
-    def when(self, flag: np.ndarray, then: Callable[[], Words], otherwise: Words) -> Words:
-        if not flag.any():
-            return otherwise
-        return [np.where(flag, x, y) for x, y in zip(then(), otherwise, strict=True)]
-
-
-def _words_of(array: np.ndarray) -> np.ndarray:
-    """The bytes of an array as words, the last filled with zeros."""
-    found = array.tobytes()
-    return np.frombuffer(found + bytes(-len(found) % 4), np.uint32)
 
 
 def operand(
@@ -176,7 +106,7 @@ def operand(
 
 def _carry_out(program: Program, refs: Mapping[str, Any], scalars: Mapping[str, Any]) -> jax.Array:
     def run(memory: Mapping[str, Any], scalars: Mapping[str, Any]) -> np.ndarray:
-        machine = NumpyWarpgroup({name: np.asarray(x) for name, x in memory.items()})
+        machine = NumpyWarpgroup(memory)
         own = jax.tree.map(lambda x: machine.word(int(x) & 0xFFFFFFFF), scalars)
         return np.stack(program(machine, **own), axis=1)
 
@@ -198,7 +128,8 @@ def load_words(ref: Any, row: Any, count: int, interpret: Any) -> Words:
     scalar = plgpu.ShapeDtypeStruct((), jnp.int32, layout=splat)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), splat), return_type=[scalar] * count)
-    def load(_: Any, array: ir.Value, row: Any) -> list[Any]:
+    def load(*arguments: Any) -> list[Any]:
+        _, array, row = arguments
         thread = WarpgroupThread({"array": array}, ())
         words = thread.load("array", Word(row.registers.flat[0]) * 16, 4)
         return [mgpu.FragmentedArray.splat(w.value, (), is_signed=True) for w in words[:count]]

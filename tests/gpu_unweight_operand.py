@@ -8,6 +8,7 @@ All arrays are in global memory, the copies of a step too, a block of threads fo
 import os
 import sys
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,8 +40,8 @@ PROGRAMS = {
 def shapes(form: str) -> dict[str, jax.ShapeDtypeStruct]:
     """Arrays by name, in order: what a step copies has an axis of tiles and comes first, then the
     result, then what is read where it is stored. The compiler has parameters in this order."""
-    tile = {"sign_mantissa": ((64, 64), jnp.uint8)}
-    whole = {"palette": ((1, 16), jnp.uint8)}
+    tile: dict[str, tuple[tuple[int, ...], Any]] = {"sign_mantissa": ((64, 64), jnp.uint8)}
+    whole: dict[str, tuple[tuple[int, ...], Any]] = {"palette": ((1, 16), jnp.uint8)}
     if form == "exponent":
         tile["exponents"] = ((64, 64), jnp.uint8)
         whole = {}
