@@ -15,7 +15,7 @@ from jinfire.layout import StageLayout, projection_of
 from jinfire.loading import RandomSource, load_params
 from jinfire.models.spec import abstract_tree
 from jinfire.programs.abstract import AbstractPrograms, Sizes
-from jinfire.unweight.tensor import MESH_AXES, RAGGED, UnweightTensor
+from jinfire.unweight.tensor import MESH_AXES, RAGGED, UnweightTensor, common_length
 from pallas_kernels import KERNELS, UnweightMatrix
 from sharding import MeshSpec, make_mesh
 
@@ -108,6 +108,43 @@ def test_every_device_holds_its_own_part(model, spec, form):
         found, expected = parts(weight, layout.tensors[name].stacked), plain[name]
         for device, words in parts(expected, layout.tensors[name].stacked).items():
             np.testing.assert_array_equal(found[device], words, err_msg=f"{name} on {device}")
+
+
+def test_layers_of_a_kind_have_one_shape():
+    """They are traced once for all; a layer that is far from the others keeps its own shape."""
+
+    def one_far_layer(name: str, values: np.ndarray) -> np.ndarray:
+        if name == "layers.4.mlp.gate.weight":
+            values[:, ::3] *= np.float32(1e-30)
+        return values
+
+    model = dataclasses.replace(DENSE, layers=DENSE.layers[:1] * 8)
+    changed = ChangedSource(RandomSource(model), one_far_layer)
+    for form in FORMS.values():
+        layout = StageLayout(model, MeshSpec(), jf.UnweightPolicy.uniform(form))
+        mesh = make_mesh(MeshSpec(), jax.devices()[:1])
+        params = load_params(changed, layout, mesh, BFLOAT16)
+        shapes: dict[str, set] = {}
+        for name, weight in params.items():
+            if isinstance(weight, UnweightTensor):
+                own = tuple(array.shape for array in weight.matrix.arrays().values())
+                shapes.setdefault(projection_of(name), set()).add(own)
+        counts = {projection: len(found) for projection, found in shapes.items()}
+        assert counts.pop("mlp.gate") == 2
+        assert set(counts.values()) == {1}
+        held = parts(params["layers.3.mlp.gate.weight"], True)
+        expected = changed.read("layers.3.mlp.gate.weight", (slice(None),) * 2)
+        np.testing.assert_array_equal(
+            held[jax.devices()[0]], expected.astype(BFLOAT16).view(np.uint16)
+        )
+
+
+@pytest.mark.parametrize(
+    ("lengths", "spare", "common"),
+    [([7], 0, 7), ([10, 12, 11], 1, 12), ([10, 12, 11], 0, 11), ([10, 10, 10, 90], 20, 10)],
+)
+def test_common_lengths(lengths, spare, common):
+    assert common_length(lengths, spare) == common
 
 
 def test_what_stays_dense_and_why():
