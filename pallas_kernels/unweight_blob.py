@@ -10,8 +10,8 @@ import struct
 from collections.abc import Buffer
 
 import numpy as np
-import xxhash
 
+from pallas_kernels.hashes import hash_bytes
 from pallas_kernels.unweight_huffman import is_complete
 
 MAGIC = b"UNWT"
@@ -260,9 +260,7 @@ def raw_bytes(num_weights: int, dtype: str) -> int:
 def hash_blob(blob: Buffer) -> int:
     """Hash of a whole blob with the field that holds it zero."""
     data = memoryview(blob).cast("B")
-    digest = xxhash.xxh3_64(bytes(data[:HASH_AT]) + bytes(HEADER_BYTES - HASH_AT))
-    digest.update(data[HEADER_BYTES:])
-    return digest.intdigest()
+    return hash_bytes(data[:HASH_AT], bytes(HEADER_BYTES - HASH_AT), data[HEADER_BYTES:])
 
 
 def check_blob(blob: Buffer) -> UnweightHeader:

@@ -16,8 +16,8 @@ import dataclasses
 from collections.abc import Buffer
 
 import numpy as np
-import xxhash
 
+from pallas_kernels.hashes import hash_bytes
 from pallas_kernels.unweight_blob import (
     COMPACT_PALETTE,
     DTYPES,
@@ -106,7 +106,7 @@ def unweight_encode(
     words = np.ascontiguousarray(words, words.dtype.newbyteorder("<")).reshape(-1)
     raw = words.view(np.uint8)
     header = UnweightHeader(
-        *("raw", dtype, order.num_weights, order.tiled, xxhash.xxh3_64(raw).intdigest()),
+        *("raw", dtype, order.num_weights, order.tiled, hash_bytes(raw)),
         row=options.row,
         chunk_rows=options.chunk_rows,
     )
@@ -219,7 +219,7 @@ def unweight_decode(blob: Buffer, shape: tuple[int, ...]) -> np.ndarray:
             both = np.stack([sections["low"].view("<u2"), words], axis=1)
             words = both.astype("<u2").reshape(-1).view(word)
     words = np.ascontiguousarray(words.astype(word, copy=False))
-    found = xxhash.xxh3_64(words.view(np.uint8)).intdigest()
+    found = hash_bytes(words.view(np.uint8))
     if found != header.source_hash:
         raise Corrupt(f"hash of the weights: expected {header.source_hash:016x}, got {found:016x}")
     return words.astype(word.newbyteorder("="), copy=False).reshape(shape)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -288,3 +289,17 @@ def test_without_a_gpu_real_sizes_are_refused(
     monkeypatch.setattr(kernels, "_start", start)
     assert main(["--results", str(tmp_path)]) == 1
     assert "failed: no GPU: JAX found cpu" in capsys.readouterr().err
+
+
+def test_it_needs_nothing_but_jax_and_numpy() -> None:
+    """A machine with a GPU has JAX's own image and no network."""
+    absent = ("xxhash", "numba", "flax", "safetensors", "orbax", "tqdm", "gguf", "tokenizers")
+    code = f"import sys; sys.modules.update(dict.fromkeys({absent})); import experiments.kernels"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert not done.returncode, done.stderr
