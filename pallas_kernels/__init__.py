@@ -18,6 +18,7 @@ from pallas_kernels.int4_matmul import (
     int4_matmul,
 )
 from pallas_kernels.kernel import ArgSpec, Kernel
+from pallas_kernels.kv_codec import decode_kv, encode_kv, merge_kv
 from pallas_kernels.latent_attention import LATENT_ATTENTION, latent_attention
 from pallas_kernels.paged_attention import PAGED_ATTENTION, paged_attention, write_pages
 from pallas_kernels.prefill_attention import PREFILL_ATTENTION, prefill_attention
@@ -50,6 +51,9 @@ __all__ = [
     "write_pages",
     "pack_for_device",
     "unpack_from_device",
+    "encode_kv",
+    "decode_kv",
+    "merge_kv",
     # measurement
     "WORKLOADS",
     "SMOKE_WORKLOADS",

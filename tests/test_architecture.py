@@ -37,7 +37,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("checkpoints",),
     ("kvcache.pages", "loading"),
     ("programs.sampler", "programs.runtime"),
-    ("programs.batch",),
+    ("programs.batch", "programs.page_codec", "planner.unweight"),
     ("programs.forward", "programs.prefill", "programs.decode", "programs.handoff"),
     ("programs.abstract", "planner.gpus", "planner.footprint"),
     ("planner.roofline",),

@@ -17,6 +17,7 @@ from jinfire.config import EngineConfig, LayerSpec, ModelConfig
 from jinfire.kvcache.page_set import FULL, kv_groups
 from jinfire.layout import RULES, StageLayout
 from jinfire.models.spec import INT4_IN_A_WORD, ParamSpec, skeleton
+from jinfire.planner.unweight import CODES, DENSE, DENSE_KINDS, SCALES, WEIGHTS, Unweight
 from jinfire.programs.decode import decode_microbatches
 from jinfire.weights import parse_dtype
 
@@ -90,12 +91,20 @@ class Tensor:
         return weight_kind(self.name)
 
     @property
+    def coding(self) -> str | None:
+        """The class of `jinfire.planner.unweight` that it is coded as, None for none."""
+        if self.name.endswith(".packed"):
+            return CODES
+        if ".experts." in self.name and self.name.endswith(".scale"):
+            return SCALES
+        own = self.spec.dtype is None and self.is_matrix and self.kind not in DENSE_KINDS
+        return WEIGHTS if own else None
+
+    @property
     def values(self) -> float:
         """Parameters in a stored element."""
-        if self.name.endswith(".packed"):
-            return INT4_IN_A_WORD
-        # Of 4-bit experts: what their values are multiplied by, and no parameters.
-        return 0 if ".experts." in self.name and self.name.endswith(".scale") else 1
+        # Scales are what 4-bit values are multiplied by, and no parameters.
+        return {CODES: INT4_IN_A_WORD, SCALES: 0}.get(self.coding or "", 1)
 
     @property
     def is_matrix(self) -> bool:
@@ -124,13 +133,14 @@ def weight_kind(name: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Footprint:
-    """A model of one data type on one layout.
+    """A model of one data type on one layout, its weights in a form of Unweight or dense.
 
     Units: bytes of one device, unless a name says otherwise.
     """
 
     layout: StageLayout
     dtype: str = "bfloat16"
+    unweight: Unweight = DENSE
 
     @property
     def config(self) -> ModelConfig:
@@ -179,7 +189,15 @@ class Footprint:
     @functools.cached_property
     def model_bytes(self) -> dict[str, int]:
         """Bytes of the whole model by kind, each weight once."""
-        return self._by_kind(lambda tensor: tensor.spec.size * tensor.itemsize(self.dtype))
+        return self._by_kind(
+            lambda tensor: tensor.spec.size * tensor.itemsize(self.dtype) * self._share(tensor)
+        )
+
+    def _share(self, tensor: Tensor) -> float:
+        """Bytes of a tensor over those that it has as a dense one."""
+        if tensor.coding is None:
+            return 1.0
+        return self.unweight.share(tensor.coding, tensor.itemsize(self.dtype))
 
     def _by_kind(self, size: Callable[[Tensor], float]) -> dict[str, int]:
         layers = collections.Counter(self.config.layers)
@@ -192,10 +210,49 @@ class Footprint:
     @functools.cached_property
     def weights(self) -> dict[str, int]:
         """Weights by kind, with the zeros of padded slots and vocabulary and all copies."""
-        result = dict.fromkeys(KINDS, 0)
+        return self._held_bytes(lambda tensor: tensor.kind, KINDS, self._share)
+
+    @functools.cached_property
+    def weights_by_coding(self) -> dict[str, dict[str, int]]:
+        """Plain and coded bytes by how tensors are coded; "dense" stays as it is."""
+        kinds = (WEIGHTS, CODES, SCALES, "dense")
+        by_coding = functools.partial(
+            self._held_bytes, lambda tensor: tensor.coding or "dense", kinds
+        )
+        plain, coded = by_coding(lambda tensor: 1.0), by_coding(self._share)
+        return {kind: {"plain": plain[kind], "coded": coded[kind]} for kind in kinds if plain[kind]}
+
+    def _held_bytes(
+        self,
+        key: Callable[[Tensor], str],
+        keys: tuple[str, ...],
+        share: Callable[[Tensor], float],
+    ) -> dict[str, int]:
+        result = dict.fromkeys(keys, 0)
         for tensor, count in self.held():
-            result[tensor.kind] += count * tensor.device_elements * tensor.itemsize(self.dtype)
+            result[key(tensor)] += count * round(self._plain_bytes(tensor) * share(tensor))
         return result
+
+    def _plain_bytes(self, tensor: Tensor) -> int:
+        return tensor.device_elements * tensor.itemsize(self.dtype)
+
+    def moved_bytes(self, tensor: Tensor) -> float:
+        """What one use of a tensor reads and writes, decoding included."""
+        if tensor.coding is None:
+            return self._plain_bytes(tensor)
+        share = self.unweight.moved_share(tensor.coding, tensor.name, tensor.itemsize(self.dtype))
+        return self._plain_bytes(tensor) * share
+
+    @functools.cached_property
+    def decoding_temp(self) -> int:
+        """What decoding writes to memory, one tensor at a time: of the one that needs most."""
+        return max(
+            round(
+                self._plain_bytes(tensor)
+                * self.unweight.temp_share(tensor.coding or "", tensor.name)
+            )
+            for tensor in self.tensors
+        )
 
     # -- keys and values
 
@@ -246,12 +303,13 @@ class Footprint:
         stages = self.layout.mesh_spec.pipeline
         embedded = stages * tokens * self.config.width * self.itemsize
         head_rows = stages * load.prefill_rows
-        return embedded + self._layer_temp(tokens) + self._sampling_temp(head_rows)
+        sampling = self._sampling_temp(head_rows)
+        return embedded + self._layer_temp(tokens) + sampling + self.decoding_temp
 
     def decode_temp(self, load: Workload) -> int:
         """Activations of a decode dispatch."""
         rows = microbatch_rows(self.layout.mesh_spec.pipeline, load.rows)
-        return self._layer_temp(rows) + self._sampling_temp(rows)
+        return self._layer_temp(rows) + self._sampling_temp(rows) + self.decoding_temp
 
     def _layer_temp(self, tokens: int) -> int:
         """The residual stream with what a layer makes of it, at the widest layer."""
