@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from tqdm import tqdm
 
@@ -60,7 +61,7 @@ PUBLISHED = {
 
 def configs(smoke: bool) -> list[AnyConfig]:
     if smoke:
-        small = {"rows": 2, "context": 1024, "chunk": 128}
+        small: dict[str, Any] = {"rows": 2, "context": 1024, "chunk": 128}
         return [
             KVCapacityConfig("smollm2-135m", "1xH100", (1, 1, 1), **small, verify=False),
             KVCapacityConfig("llama-4-scout", "2xH200", (1, 2, 1), **small, verify=False),

@@ -56,7 +56,7 @@ class Gathered(NamedTuple):
 
     messages: Blocks
     exponents: Blocks
-    overfull: jax.Array
+    overfull: Any  # an array, or its spec
 
 
 @dataclasses.dataclass
@@ -97,7 +97,7 @@ class Transit:
 class Exponents:
     """The exponents of coded pages, kept on the prefill mesh until it is known who needs them."""
 
-    def __init__(self, overfull: jax.Array, send: Callable[[], tuple[Flights, int]]) -> None:
+    def __init__(self, overfull: Any, send: Callable[[], tuple[Flights, int]]) -> None:
         self._overfull = overfull
         self._send: Callable[[], tuple[Flights, int]] | None = send
         self.flights: Flights = {}
