@@ -28,6 +28,18 @@ from jinfire.request import (
 )
 from jinfire.tokenizer import Tokenizer
 from jinfire.training import Routing, TrainableModel
+from jinfire.unweight.compress import compress
+from jinfire.unweight.decompress import decompress
+from jinfire.unweight.describe import describe_compressed
+from jinfire.unweight.policy import (
+    VARIANTS,
+    Choice,
+    PhasePolicies,
+    UnweightPolicy,
+    read_policies,
+    write_policies,
+)
+from jinfire.unweight.verify import verify_compressed
 from pallas_kernels import ToolchainMissing
 from sharding import MeshSpec
 
@@ -36,7 +48,9 @@ __version__ = "0.1.0"
 __all__ = [
     "DEFINITIONS",
     "GPUS",
+    "VARIANTS",
     "CheckpointMismatch",
+    "Choice",
     "EmptyPrompt",
     "Engine",
     "EngineConfig",
@@ -48,6 +62,7 @@ __all__ = [
     "Model",
     "ModelConfig",
     "OutOfPages",
+    "PhasePolicies",
     "Placement",
     "Plan",
     "RequestMetrics",
@@ -63,11 +78,18 @@ __all__ = [
     "TransferFailed",
     "UnknownToken",
     "UnsupportedConfig",
+    "UnweightPolicy",
+    "compress",
+    "decompress",
+    "describe_compressed",
     "fetch",
     "load_tokenizer",
     "open_checkpoint",
     "plan",
     "plan_json",
+    "read_policies",
     "request_metrics",
     "summary",
+    "write_policies",
+    "verify_compressed",
 ]

@@ -23,6 +23,40 @@ from pallas_kernels.latent_attention import LATENT_ATTENTION, latent_attention
 from pallas_kernels.paged_attention import PAGED_ATTENTION, paged_attention, write_pages
 from pallas_kernels.prefill_attention import PREFILL_ATTENTION, prefill_attention
 from pallas_kernels.toolchain import ToolchainMissing, run_python
+from pallas_kernels.unweight_blob import (
+    Corrupt,
+    TileOrder,
+    UnweightHeader,
+    check_blob,
+    check_words,
+    hash_blob,
+)
+from pallas_kernels.unweight_decompress import (
+    UNWEIGHT_COMPACT,
+    UNWEIGHT_EXPONENT,
+    UNWEIGHT_EXPONENTS,
+    UNWEIGHT_HUFFMAN,
+    UNWEIGHT_PALETTE,
+    UNWEIGHT_TRANSCODE,
+    unweight_decompress,
+    unweight_exponents,
+    unweight_transcode,
+)
+from pallas_kernels.unweight_decompress_xla import unweight_rows
+from pallas_kernels.unweight_format import (
+    UnweightOptions,
+    choose_palette,
+    unweight_decode,
+    unweight_encode,
+)
+from pallas_kernels.unweight_huffman import canonical_codes, code_lengths, decode_table
+from pallas_kernels.unweight_matmul import (
+    GROUPED_MATMULS,
+    MATMULS,
+    grouped_unweight_matmul,
+    unweight_matmul,
+)
+from pallas_kernels.unweight_matrix import MatrixTiling, UnweightMatrix
 
 KERNELS = {
     kernel.name: kernel
@@ -33,6 +67,14 @@ KERNELS = {
         GROUPED_MATMUL,
         INT4_MATMUL,
         GROUPED_INT4_MATMUL,
+        UNWEIGHT_PALETTE,
+        UNWEIGHT_EXPONENT,
+        UNWEIGHT_COMPACT,
+        UNWEIGHT_HUFFMAN,
+        UNWEIGHT_EXPONENTS,
+        UNWEIGHT_TRANSCODE,
+        *MATMULS.values(),
+        *GROUPED_MATMULS.values(),
     )
 }
 
@@ -51,9 +93,33 @@ __all__ = [
     "write_pages",
     "pack_for_device",
     "unpack_from_device",
+    # keys and values on their way
     "encode_kv",
     "decode_kv",
     "merge_kv",
+    # compressed weights: the format, and its oracle
+    "Corrupt",
+    "TileOrder",
+    "UnweightHeader",
+    "UnweightOptions",
+    "canonical_codes",
+    "check_blob",
+    "check_words",
+    "choose_palette",
+    "code_lengths",
+    "decode_table",
+    "hash_blob",
+    "unweight_decode",
+    "unweight_encode",
+    # coded weights
+    "unweight_decompress",
+    "unweight_exponents",
+    "unweight_transcode",
+    "unweight_matmul",
+    "grouped_unweight_matmul",
+    "unweight_rows",
+    "UnweightMatrix",
+    "MatrixTiling",
     # measurement
     "WORKLOADS",
     "SMOKE_WORKLOADS",

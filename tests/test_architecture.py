@@ -15,9 +15,14 @@ MAX_LINES = 500
 # Low to high. A module of jinfire imports only from the rows above its own in this table, which
 # are lower levels; never from its own row.
 LEVELS: tuple[tuple[str, ...], ...] = (
-    ("errors", "checks"),
-    ("request", "config", "weights", "progress", "template"),
-    ("tokenizer", "metrics", "fetch", "text", "packing", "kvcache.page_table"),
+    ("errors", "checks", "unweight.vectors"),
+    ("unweight.kernels",),
+    ("unweight.tiles",),
+    ("unweight.coding",),
+    ("unweight.codec", "unweight.device"),
+    ("request", "config", "progress", "template", "unweight.policy"),
+    ("tokenizer", "metrics", "fetch", "text", "packing", "kvcache.page_table", "unweight.tensor"),
+    ("weights",),
     ("kvcache.page_set", "layers.linear", "layers.rope", "layers.routing"),
     ("sequence",),
     ("layers.norm", "layers.mlp"),
@@ -31,10 +36,14 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ),
     ("models",),
     ("checkpoints.source", "checkpoints.int4", "checkpoints.config_json", "layout"),
-    ("checkpoints.stored",),
+    ("checkpoints.stored", "checkpoints.shards"),
+    ("unweight.container", "unweight.files"),
     ("checkpoints.hugging_face", "checkpoints.gguf", "checkpoints.store"),
     ("checkpoints.hugging_face_writer",),
     ("checkpoints",),
+    ("unweight.folder",),
+    ("unweight.compress", "unweight.decompress"),
+    ("unweight.verify", "unweight.describe"),
     ("kvcache.pages", "loading"),
     ("programs.sampler", "programs.runtime"),
     ("programs.batch", "programs.page_codec", "planner.unweight"),
@@ -47,15 +56,18 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("scheduler", "runner", "ledger", "admission"),
     ("model", "engine", "training"),
     ("cli.console",),
-    ("cli.options", "cli.running"),
-    ("cli.generate", "cli.chat", "cli.inspect", "cli.plan", "cli.init", "cli.fetch", "cli.demo"),
+    ("cli.options", "cli.running", "cli.compressed"),
+    (
+        *("cli.generate", "cli.chat", "cli.inspect", "cli.plan", "cli.init", "cli.fetch"),
+        *("cli.demo", "cli.compress", "cli.decompress", "cli.verify"),
+    ),
     ("cli",),
     ("__main__",),
     ("",),  # jinfire/__init__.py re-exports
 )
 LEVEL = {name: level for level, row in enumerate(LEVELS) for name in row}
 # Packages whose __init__ is a docstring.
-LEVEL |= dict.fromkeys(("kvcache", "layers", "planner", "programs"), 0)
+LEVEL |= dict.fromkeys(("kvcache", "layers", "planner", "programs", "unweight"), 0)
 
 # Host arithmetic that is tested, and could be replayed, without a device.
 HOST_ONLY = (

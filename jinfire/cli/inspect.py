@@ -12,10 +12,10 @@ from jinfire.checkpoints import load_tokenizer, open_checkpoint
 from jinfire.checkpoints.gguf import read_metadata
 from jinfire.checkpoints.source import read_json
 from jinfire.checkpoints.store import CONFIG_NAME, config_to_json
-from jinfire.cli import console, options
+from jinfire.cli import compressed, console, options
 from jinfire.config import ModelConfig
 from jinfire.errors import UnsupportedConfig
-from jinfire.layout import StageLayout
+from jinfire.layout import StageLayout, projection_of
 from jinfire.models.spec import (
     ParamSpec,
     abstract_tree,
@@ -24,6 +24,8 @@ from jinfire.models.spec import (
     parameter_count,
     parameters_by_tensor,
 )
+from jinfire.unweight.describe import Description, describe_compressed, is_compressed
+from jinfire.unweight.policy import PhasePolicies, UnweightPolicy
 from jinfire.weights import parse_dtype
 from sharding import MeshSpec
 
@@ -31,7 +33,9 @@ EXAMPLES = """\
 examples:
   jinfire inspect
   jinfire inspect --model ~/models/Llama-3.2-1B --tensors
+  jinfire inspect --model ~/models/Llama-3.1-8B-unweight
   jinfire inspect --prefill 2x3 --decode 4x1
+  jinfire inspect --unweight compact --colocated 1x3
   jinfire inspect --json | jq .kv_bytes_per_token
 """
 DTYPES = ("float32", "bfloat16")
@@ -43,27 +47,58 @@ def add_parser(subparsers: Any) -> None:
         "inspect",
         help="describe a checkpoint",
         description="Describe a checkpoint: model, sizes, valid layouts, tokenizer, metadata. "
-        "No weights are loaded. A layout flag shows how the model lies on that mesh.",
+        "No weights are loaded. A layout flag shows how the model lies on that mesh. A compressed "
+        "folder or file shows what is saved where, too.",
         epilog=EXAMPLES,
     )
     parser.set_defaults(run=run)
     options.add_model(parser, dtype=False)
     options.add_layout(parser)
+    options.add_unweight(parser)
     parser.add_argument("--tensors", action="store_true", help="list every tensor")
     options.add_output(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    document = describe(options.model_path(args), _meshes(args), args.tensors)
+    path, policies = options.model_path(args), options.unweight(args)
+    unweight = describe_compressed(path) if is_compressed(path) else None
+    document = _model(path, _meshes(args), args.tensors, policies, unweight is not None)
     if args.json:
+        if unweight is not None:
+            tensors = compressed.tensor_documents(unweight)
+            document["unweight"] = {**compressed.document(unweight), "tensors": tensors}
         console.print_json({"command": "inspect", **document})
-    else:
+        return console.OK
+    if "config" in document:
         _print(document)
+    elif "error" in document:
+        console.print_note(f"jinfire: {document['error']}")
+    if unweight is not None:
+        _print_unweight(path, unweight, args.tensors)
     return console.OK
 
 
+def _model(
+    path: Path,
+    meshes: dict[str, MeshSpec],
+    with_tensors: bool,
+    policies: PhasePolicies,
+    is_coded: bool,
+) -> dict[str, Any]:
+    """What is known about the model, of which a compressed folder may be none that is read."""
+    if is_coded and not (path / "config.json").is_file():
+        return {"path": path}
+    try:
+        return describe(path, meshes, with_tensors, policies)
+    except UnsupportedConfig as error:
+        if not is_coded:
+            raise
+        return {"path": path, "error": str(error)}
+
+
 def _meshes(args: argparse.Namespace) -> dict[str, MeshSpec]:
-    if args.colocated is None and args.prefill is None and args.decode is None:
+    none_given = args.colocated is None and args.prefill is None and args.decode is None
+    if none_given and args.unweight is None:
         return {}
     where = options.placement(args)
     if where.decode is None:
@@ -71,7 +106,12 @@ def _meshes(args: argparse.Namespace) -> dict[str, MeshSpec]:
     return {"prefill": where.prefill, "decode": where.decode}
 
 
-def describe(path: Path, meshes: dict[str, MeshSpec], with_tensors: bool) -> dict[str, Any]:
+def describe(
+    path: Path,
+    meshes: dict[str, MeshSpec],
+    with_tensors: bool,
+    policies: PhasePolicies,
+) -> dict[str, Any]:
     """All facts about a checkpoint, as JSON values.
 
     Raises: CheckpointMismatch, UnsupportedConfig, or ValueError for a mesh that does not fit.
@@ -96,7 +136,10 @@ def describe(path: Path, meshes: dict[str, MeshSpec], with_tensors: bool) -> dic
         "tensor_sizes": tensor_sizes(config),
         "expert_sizes": expert_sizes(config),
         "max_pipeline": config.num_layers,
-        "layouts": [_layout(config, name, spec) for name, spec in meshes.items()],
+        "layouts": [
+            _layout(config, name, spec, policies.decode if name == "decode" else policies.prefill)
+            for name, spec in meshes.items()
+        ],
         "tokenizer": _tokenizer(path),
         "metadata": _metadata(path),
     }
@@ -134,8 +177,10 @@ def stored_itemsize(spec: ParamSpec, itemsize: int) -> int:
     return itemsize if spec.dtype is None else jnp.dtype(spec.dtype).itemsize
 
 
-def _layout(config: ModelConfig, phase: str, spec: MeshSpec) -> dict[str, Any]:
-    layout = StageLayout(config, spec)
+def _layout(
+    config: ModelConfig, phase: str, spec: MeshSpec, policy: UnweightPolicy | None
+) -> dict[str, Any]:
+    layout = StageLayout(config, spec, policy)
     logical = abstract_tree(config)
 
     def weight_bytes(itemsize: int) -> int:
@@ -162,7 +207,21 @@ def _layout(config: ModelConfig, phase: str, spec: MeshSpec) -> dict[str, Any]:
         "padded_vocabulary": layout.padded_vocab,
         "weight_bytes_per_device": _per_dtype(weight_bytes),
         "kv_bytes_per_token_per_device": _per_dtype(lambda itemsize: kv_elements * itemsize),
+        "unweight": [] if policy is None else _unweight(layout),
     }
+
+
+def _unweight(layout: StageLayout) -> list[dict[str, Any]]:
+    """What the policy comes to, by projection: the variants, or why the weight stays dense."""
+    found: dict[tuple[str, str, str | None], int] = {}
+    for name, tensor in layout.tensors.items():
+        if tensor.coded is not None or tensor.why_dense is not None:
+            key = (projection_of(name), str(tensor.coded or "dense"), tensor.why_dense)
+            found[key] = found.get(key, 0) + sum(source is not None for source in tensor.sources)
+    return [
+        {"projection": projection, "variant": variant, "why_dense": why, "tensors": count}
+        for (projection, variant, why), count in found.items()
+    ]
 
 
 def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -248,6 +307,9 @@ def _print(document: dict[str, Any]) -> None:
     for layout in document["layouts"]:
         print()
         console.print_table(f"{layout['phase']}: {layout['mesh']}", _layout_rows(layout))
+        if layout["unweight"]:
+            print()
+            console.print_table(f"{layout['phase']}: unweight", _unweight_rows(layout["unweight"]))
     print()
     console.print_table("tokenizer", _tokenizer_rows(document["tokenizer"]))
     print()
@@ -312,6 +374,14 @@ def _layout_rows(layout: dict[str, Any]) -> list[tuple[str, object]]:
     ]
 
 
+def _unweight_rows(choices: list[dict[str, Any]]) -> list[tuple[str, object]]:
+    rows = []
+    for choice in choices:
+        why = "" if choice["why_dense"] is None else f" ({choice['why_dense']})"
+        rows.append((choice["projection"], f"{choice['variant']}{why}, {choice['tensors']}"))
+    return rows
+
+
 def _tokenizer_rows(tokenizer: dict[str, Any] | None) -> list[tuple[str, object]]:
     if tokenizer is None or "error" in tokenizer:
         return [("none", "" if tokenizer is None else tokenizer["error"])]
@@ -327,6 +397,17 @@ def _tokenizer_rows(tokenizer: dict[str, Any] | None) -> list[tuple[str, object]
 def _short(value: object) -> str:
     text = " ".join(str(value).split())
     return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - 3]}..."
+
+
+def _print_unweight(path: Path, description: Description, with_tensors: bool) -> None:
+    if (path / "config.json").is_file():
+        print()
+    console.print_table("Unweight", compressed.total_rows(description))
+    print()
+    if with_tensors:
+        compressed.print_sizes("tensors", list(description.tensors))
+    else:
+        compressed.print_sizes("kinds of tensors", description.kinds())
 
 
 def _print_tensors(tensors: list[dict[str, Any]]) -> None:
