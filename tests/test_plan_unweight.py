@@ -12,15 +12,18 @@ from jinfire.planner.gpus import GIB, GPUS
 from jinfire.planner.roofline import decode_time
 from jinfire.planner.unweight import CODES, DENSE, FORMS, NAMES, SCALES, WEIGHTS, Unweight
 
+# Every matrix has rows of 64 weights.
+SMALL = tiny_config(5, width=64, mlp_width=128, head_dim=16)
+MATRICES = 5 * (128 * 64 + 2 * 32 * 64 + 64 * 128 + 3 * 128 * 64) + 2 * 61 * 64
+NORMS = 5 * 2 * 64 + 64
+
 
 def coded(config, form: str, *layout: int, dtype: str = "bfloat16"):
     return dataclasses.replace(footprint(config, *layout, dtype=dtype), unweight=Unweight.of(form))
 
 
 def test_bytes_by_hand() -> None:
-    config = tiny_config(5)
-    matrices = 5 * (64 * 32 + 2 * 16 * 32 + 32 * 64 + 3 * 48 * 32) + 2 * 61 * 32
-    norms = 5 * 2 * 32 + 32
+    config, matrices, norms = SMALL, MATRICES, NORMS
     for form, bits in (("huffman", 10.75), ("palette", 12.1), ("compact", 11.45)):
         found = coded(config, form, 1, 1)
         sizes = found.weights_by_coding
@@ -32,6 +35,10 @@ def test_bytes_by_hand() -> None:
         wide = coded(config, form, 1, 1, dtype="float32").weights_by_coding[WEIGHTS]
         assert wide["coded"] == pytest.approx(matrices * (bits + 16) / 8, abs=20)
     assert "int4_codes" not in sizes
+    # Over two devices the rows of the output projection are still whole, over four they are not.
+    for tensor, cut in ((2, 0), (4, 5 * (64 * 128 + 64 * 128))):
+        sizes = coded(SMALL, "compact", 1, tensor).weights_by_coding
+        assert sizes["dense"]["plain"] == 2 * (norms + cut // tensor)
 
 
 def test_four_bit_experts_are_coded_by_huffman_alone() -> None:
@@ -60,26 +67,27 @@ def test_what_decoding_moves_and_writes() -> None:
     }
     variants = [each for form in FORMS for each in Unweight.of(form).variants()]
     assert {(each.form, each.variant) for each in variants} == expected.keys()
-    largest = 2 * 64 * 32  # bytes of the queries' matrix
+    largest = 2 * 128 * 64  # bytes of the queries' matrix
     for each in variants:
-        found = dataclasses.replace(footprint(tiny_config(5), 1, 1), unweight=each)
+        found = dataclasses.replace(footprint(SMALL, 1, 1), unweight=each)
         moved, temp = expected[each.form, each.variant]
-        assert each.moved_share(WEIGHTS, "head.weight", 2) * 16 == pytest.approx(moved)
+        assert each.moved_share(WEIGHTS, "head", 2) * 16 == pytest.approx(moved)
         assert found.decoding_temp == largest * temp / 16
-        dense = footprint(tiny_config(5), 1, 1)
+        dense = footprint(SMALL, 1, 1)
         grown = found.decode_temp(SMALL_LOAD) - dense.decode_temp(SMALL_LOAD)
         assert grown == found.decoding_temp
         tick = decode_time(found, GPUS["H100"], SMALL_LOAD).tick
         plain = decode_time(dense, GPUS["H100"], SMALL_LOAD).tick
-        norms = 2 * (5 * 2 * 32 + 32)
+        norms = 2 * NORMS
         assert tick.weight_bytes == pytest.approx((plain.weight_bytes - norms) * moved / 16 + norms)
         assert tick.flops == plain.flops
     # The products up from latents are operands of attention itself.
-    found = coded(TINY_MOE, "compact", 1, 1)
-    assert found.decoding_temp == 2 * 8 * 16 * 24
+    latent = dataclasses.replace(TINY_MOE.latent, rank=64)
+    found = coded(dataclasses.replace(TINY_MOE, latent=latent), "compact", 1, 1)
+    assert found.decoding_temp == 2 * 8 * 16 * 64
     assert [Unweight.of(form).variant for form in FORMS] == ["transcode", "direct", "compact"]
     assert DENSE.variants() == ()
-    assert DENSE.moved_share(WEIGHTS, "head.weight", 2) == 1
+    assert DENSE.moved_share(WEIGHTS, "head", 2) == 1
     with pytest.raises(ValueError, match="unweight: expected one of none, huffman, palette, comp"):
         jf.plan(tiny_config(5), "H100", unweight="zip")
 

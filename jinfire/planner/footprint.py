@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jinfire.config import EngineConfig, LayerSpec, ModelConfig
 from jinfire.kvcache.page_set import FULL, kv_groups
-from jinfire.layout import RULES, StageLayout
+from jinfire.layout import RULES, UNWEIGHT_TILE, StageLayout
 from jinfire.models.spec import INT4_IN_A_WORD, ParamSpec, skeleton
 from jinfire.planner.unweight import CODES, DENSE, DENSE_KINDS, SCALES, WEIGHTS, Unweight
 from jinfire.programs.decode import decode_microbatches
@@ -92,13 +92,18 @@ class Tensor:
 
     @property
     def coding(self) -> str | None:
-        """The class of `jinfire.planner.unweight` that it is coded as, None for none."""
+        """The class of `jinfire.planner.unweight` that it may be coded as, None for none."""
         if self.name.endswith(".packed"):
             return CODES
         if ".experts." in self.name and self.name.endswith(".scale"):
             return SCALES
         own = self.spec.dtype is None and self.is_matrix and self.kind not in DENSE_KINDS
         return WEIGHTS if own else None
+
+    @property
+    def projection(self) -> str:
+        """Its name without that of the parameter: `mlp.gate`."""
+        return self.name.rpartition(".")[0]
 
     @property
     def values(self) -> float:
@@ -193,11 +198,19 @@ class Footprint:
             lambda tensor: tensor.spec.size * tensor.itemsize(self.dtype) * self._share(tensor)
         )
 
+    def _coding(self, tensor: Tensor) -> str:
+        """The class that a tensor is coded as on this layout, "dense" for none.
+
+        Rows of a device's part are whole rows of the format, or it stays dense.
+        """
+        is_cut = self.layout.shard_shape(tensor.spec)[-1] % UNWEIGHT_TILE
+        if tensor.coding is None or (tensor.coding == WEIGHTS and is_cut):
+            return "dense"
+        return tensor.coding
+
     def _share(self, tensor: Tensor) -> float:
         """Bytes of a tensor over those that it has as a dense one."""
-        if tensor.coding is None:
-            return 1.0
-        return self.unweight.share(tensor.coding, tensor.itemsize(self.dtype))
+        return self.unweight.share(self._coding(tensor), tensor.itemsize(self.dtype))
 
     def _by_kind(self, size: Callable[[Tensor], float]) -> dict[str, int]:
         layers = collections.Counter(self.config.layers)
@@ -216,9 +229,7 @@ class Footprint:
     def weights_by_coding(self) -> dict[str, dict[str, int]]:
         """Plain and coded bytes by how tensors are coded; "dense" stays as it is."""
         kinds = (WEIGHTS, CODES, SCALES, "dense")
-        by_coding = functools.partial(
-            self._held_bytes, lambda tensor: tensor.coding or "dense", kinds
-        )
+        by_coding = functools.partial(self._held_bytes, self._coding, kinds)
         plain, coded = by_coding(lambda tensor: 1.0), by_coding(self._share)
         return {kind: {"plain": plain[kind], "coded": coded[kind]} for kind in kinds if plain[kind]}
 
@@ -238,21 +249,19 @@ class Footprint:
 
     def moved_bytes(self, tensor: Tensor) -> float:
         """What one use of a tensor reads and writes, decoding included."""
-        if tensor.coding is None:
-            return self._plain_bytes(tensor)
-        share = self.unweight.moved_share(tensor.coding, tensor.name, tensor.itemsize(self.dtype))
+        itemsize = tensor.itemsize(self.dtype)
+        share = self.unweight.moved_share(self._coding(tensor), tensor.projection, itemsize)
         return self._plain_bytes(tensor) * share
+
+    def _decoded_bytes(self, tensor: Tensor) -> int:
+        """What decoding a tensor writes to memory."""
+        share = self.unweight.temp_share(self._coding(tensor), tensor.projection)
+        return round(self._plain_bytes(tensor) * share)
 
     @functools.cached_property
     def decoding_temp(self) -> int:
         """What decoding writes to memory, one tensor at a time: of the one that needs most."""
-        return max(
-            round(
-                self._plain_bytes(tensor)
-                * self.unweight.temp_share(tensor.coding or "", tensor.name)
-            )
-            for tensor in self.tensors
-        )
+        return max(map(self._decoded_bytes, self.tensors))
 
     # -- keys and values
 

@@ -131,12 +131,12 @@ def _unweight_json(found: Plan) -> dict[str, Any] | None:
     own = found.unweight
     if own.form == NONE:
         return None
-    form = FORMS[own.form]
+    bits = FORMS[own.form]
     document: dict[str, Any] = {
         "form": own.form,
         "variant": own.variant,
-        "bits_per_value": form.bits,
-        "bits_source": {kind: SOURCES[kind] for kind in form.bits},
+        "bits_per_value": bits,
+        "bits_source": {kind: SOURCES[kind] for kind in bits},
         "dense_kinds": DENSE_KINDS,
         "min_gpus_dense": found.min_gpus_dense,
     }
