@@ -31,11 +31,13 @@ from experiments.harness import (
     write_row,
 )
 from experiments.kv_capacity import KV_CAPACITY
+from experiments.kv_codec import KV_CODEC
 from experiments.parallelism import PARALLELISM
 from experiments.train_tiny import TRAIN_TINY
 
 EXPERIMENTS: dict[str, Experiment] = {
-    e.name: e for e in (DISAGGREGATION, ENGINE_SPEED, KV_CAPACITY, PARALLELISM, TRAIN_TINY)
+    e.name: e
+    for e in (DISAGGREGATION, ENGINE_SPEED, KV_CAPACITY, KV_CODEC, PARALLELISM, TRAIN_TINY)
 }
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2

@@ -153,17 +153,30 @@ class ModelConfig:
 
 Layout = Sequence[int]
 
+KV_CODECS = ("none", "unweight")
+
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
     """Which mesh runs which phase.
 
     Layouts are (pipeline, tensor) or (pipeline, tensor, expert). `decode=None` is colocated: both
-    phases share one mesh and one page pool, and the handoff is the identity.
+    phases share one mesh and one page pool, and the handoff is the identity. `kv_codec` is "none",
+    or "unweight": pages cross the meshes in fewer bytes and arrive bit for bit.
     """
 
     prefill: sharding.MeshSpec
     decode: sharding.MeshSpec | None = None
+    kv_codec: str = "none"
+
+    def __post_init__(self) -> None:
+        allowed = KV_CODECS if self.decode else KV_CODECS[:1]
+        if self.kv_codec not in allowed:
+            where = "meshes apart" if self.decode else "one mesh, where no page moves"
+            raise ValueError(
+                f"kv_codec: expected {' or '.join(map(repr, allowed))} on {where}, "
+                f"got {self.kv_codec!r}"
+            )
 
     @classmethod
     def colocated(cls, layout: Layout = (1, 1)) -> Self:
@@ -171,9 +184,9 @@ class Placement:
         return cls(_mesh_spec(layout))
 
     @classmethod
-    def disaggregated(cls, prefill: Layout, decode: Layout) -> Self:
+    def disaggregated(cls, prefill: Layout, decode: Layout, kv_codec: str | None = None) -> Self:
         """Prefill and decode on disjoint meshes."""
-        return cls(_mesh_spec(prefill), _mesh_spec(decode))
+        return cls(_mesh_spec(prefill), _mesh_spec(decode), kv_codec or "none")
 
     @property
     def is_colocated(self) -> bool:
@@ -190,7 +203,8 @@ class Placement:
     def __str__(self) -> str:
         if self.decode is None:
             return f"colocated {self.prefill}"
-        return f"prefill {self.prefill} + decode {self.decode}"
+        coded = "" if self.kv_codec == "none" else f", KV by {self.kv_codec}"
+        return f"prefill {self.prefill} + decode {self.decode}{coded}"
 
 
 def _mesh_spec(layout: Layout) -> sharding.MeshSpec:

@@ -90,7 +90,7 @@ class Engine:
         self._streams: dict[str, collections.deque[TokenEvent]] = {}
         self._admission = Admission(source.config, tokenizer, self.config.seed)
         self._counter = 0
-        self._kv_bytes = 0
+        self._kv_bytes = self._kv_sent_bytes = self._kv_overfull = 0
         self._host_s = self._wait_s = 0.0
         self._steps = self._decode_dispatches = self._stalled = 0
 
@@ -391,6 +391,7 @@ class Engine:
                 if chunk.needs_handoff:
                     handover.transit = self._runner.send(sequence, sampled)
                     self._kv_bytes += handover.transit.bytes
+                    self._kv_sent_bytes += handover.transit.sent_bytes
                     self._transits[sequence] = handover
                     if not self.placement.is_colocated:
                         self.events.record(
@@ -401,9 +402,12 @@ class Engine:
     def _install(self, sequence: LiveSequence) -> None:
         handover = self._transits.pop(sequence)
         assert handover.transit is not None
+        crossed = handover.transit.crossed_bytes
         self._runner.install(sequence, handover.transit, handover.source)
         if not self.placement.is_colocated:
-            self.events.record(sequence.request_id, "kv_received")
+            self._kv_sent_bytes += crossed - handover.transit.sent_bytes
+            self._kv_overfull += crossed > handover.transit.sent_bytes
+            self.events.record(sequence.request_id, "kv_received", value=crossed)
 
     def _commit(self, issued: bool, prefilled: bool) -> list[TokenEvent]:
         """Take in what is done: first tokens that are there, and all but the newest decode."""
@@ -473,6 +477,10 @@ class Engine:
         self._wait_s += time.perf_counter() - start
         return result
 
+    def pages(self) -> dict[str, list[tuple[np.ndarray, ...]]]:
+        """The prefill mesh's pages by KV group and slot, on the host: for studies of KV."""
+        return self._runner.pages()
+
     def stats(self) -> dict[str, Any]:
         """Counters since the start. Units are in the names."""
         return {
@@ -481,6 +489,8 @@ class Engine:
             "parameters": parameter_count(self.model_config),
             "kv_bytes_per_token": kv_bytes_per_token(self.model_config, self.dtype.itemsize),
             "kv_bytes_transferred": self._kv_bytes,
+            "kv_bytes_sent": self._kv_sent_bytes,
+            "kv_overfull": self._kv_overfull,
             "steps": self._steps,
             "decode_dispatches": self._decode_dispatches,
             "host_seconds": self._host_s,

@@ -14,8 +14,8 @@ KINDS = (
     "admitted",  # value: prompt tokens found in the prefix cache
     "prefill_start",  # the first chunk is dispatched
     "prefill_end",  # the host saw that the last chunk is done
-    "kv_sent",  # value: bytes
-    "kv_received",
+    "kv_sent",  # value: bytes of keys and values
+    "kv_received",  # value: bytes in which they crossed, fewer with a codec
     "preempted",
     "token",  # value: tokens that arrived together (1 when None). `time_s`: the host saw them
     "finish",  # value: the finish reason
@@ -28,6 +28,9 @@ DEFINITIONS = {
     "prefill_s": "prefill_start to prefill_end (the first ones)",
     "transfer_s": "kv_sent to kv_received (the first ones); missing when colocated",
     "first_decode_s": "kv_received, or prefill_end when colocated, to the second token",
+    "kv_bytes": "bytes of keys and values handed over, without the padding of page buckets and "
+    "copies of heads",
+    "kv_bytes_sent": "bytes in which they crossed, counted alike: fewer with a codec",
     "tpot_s": "(last token - first token) / (output tokens - 1); missing below 2 output tokens",
     "itl_s": "gaps between consecutive tokens; n tokens that arrive together share the gap before "
     "them, and those that arrive with the first token have none",
@@ -100,6 +103,7 @@ class RequestMetrics:
     cached_tokens: int
     output_tokens: int
     kv_bytes: int
+    kv_bytes_sent: int
     preemptions: int
     finish_reason: str | None
     status: str | None = None
@@ -167,7 +171,8 @@ def request_metrics(events: Iterable[Event]) -> RequestMetrics:
         prompt_tokens=int(value("arrival", 0) or 0),
         cached_tokens=int(value("admitted", 0) or 0),
         output_tokens=num_tokens,
-        kv_bytes=sum(int(event.value or 0) for event in events if event.kind == "kv_sent"),
+        kv_bytes=_total(events, "kv_sent"),
+        kv_bytes_sent=_total(events, "kv_received"),
         preemptions=sum(event.kind == "preempted" for event in events),
         finish_reason=_text(value("finish", None)),
         status=_text(value("status", None)),
@@ -194,6 +199,10 @@ def _time_of_token(bursts: list[tuple[float, int]], number: int) -> float:
         if number <= 0:
             return time_s
     return math.nan
+
+
+def _total(events: Iterable[Event], kind: str) -> int:
+    return sum(int(event.value or 0) for event in events if event.kind == kind)
 
 
 def _text(value: float | str | None) -> str | None:

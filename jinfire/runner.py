@@ -76,7 +76,7 @@ class Runner:
         self._prefill = prefill_program(self.prefill_model)
         self._decode: dict[tuple[int, int], Program] = {}
         rings = {group.name: group.ring for group in self._groups}
-        self._handoff = Handoff(self.prefill_model, self.decode_model, rings)
+        self._handoff = Handoff(self.prefill_model, self.decode_model, rings, placement.kv_codec)
 
     def reset(self) -> None:
         """Empty pools and rows: at the start, and after a step that was broken off."""
@@ -121,6 +121,13 @@ class Runner:
             "compile_count": self.log.count,
             "compile_seconds": self.log.seconds,
             "bubble_fraction": self.bubble_fractions(),
+        }
+
+    def pages(self) -> dict[str, list[tuple[np.ndarray, ...]]]:
+        """The prefill mesh's pages by KV group and slot: [stages, P, Z, K, width] each."""
+        return {
+            group: [tuple(map(np.asarray, pages)) for pages in slots]
+            for group, slots in self._pools[0].items()
         }
 
     def bubble_fractions(self) -> dict[str, float]:
@@ -208,15 +215,20 @@ class Runner:
         if not self.is_colocated:
             for bucket in progress(self._handoff.buckets, desc="compile handoff"):
                 self._warm_handoff(next(iter(sampled.values())), bucket)
+                if self._handoff.is_coded:
+                    self._warm_handoff(next(iter(sampled.values())), bucket, overfull=True)
         buckets = [(b, w) for b in config.decode_rows() for w in config.context_widths()]
         for rows, width in progress(buckets, desc="compile decode"):
             self._dispatch_decode(rows, width, {})
         jax.block_until_ready(self._rows.token)
 
-    def _warm_handoff(self, sampled: Sampled, num_pages: int) -> None:
+    def _warm_handoff(self, sampled: Sampled, num_pages: int, overfull: bool = False) -> None:
         # Null pages to null pages, into a row with nothing left to decode.
         pages = {group.name: [0] * min(num_pages, group.ring) for group in self._groups}
         transit = self._handoff.send(self._pools[0], pages, sampled)
+        if overfull:
+            assert transit.exponents is not None
+            transit.exponents.follow()
         row = NewRow(
             row=np.int32(0),
             source=np.zeros(2, np.int32),

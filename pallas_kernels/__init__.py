@@ -20,6 +20,7 @@ from pallas_kernels.int4_matmul import (
     int4_matmul,
 )
 from pallas_kernels.kernel import ArgSpec, Kernel
+from pallas_kernels.kv_codec import decode_kv, encode_kv, merge_kv
 from pallas_kernels.latent_attention import LATENT_ATTENTION, latent_attention
 from pallas_kernels.paged_attention import PAGED_ATTENTION, paged_attention, write_pages
 from pallas_kernels.prefill_attention import PREFILL_ATTENTION, prefill_attention
@@ -98,6 +99,10 @@ __all__ = [
     "INT4_PER_WORD",
     "pack_for_device",
     "unpack_from_device",
+    # keys and values on their way
+    "encode_kv",
+    "decode_kv",
+    "merge_kv",
     # compressed weights: the format, and its oracle
     "Corrupt",
     "TileOrder",

@@ -46,7 +46,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("unweight.verify", "unweight.describe"),
     ("kvcache.pages", "loading"),
     ("programs.sampler", "programs.runtime"),
-    ("programs.batch",),
+    ("programs.batch", "programs.page_codec", "planner.unweight"),
     ("programs.forward", "programs.prefill", "programs.decode", "programs.handoff"),
     ("programs.abstract", "planner.gpus", "planner.footprint"),
     ("planner.roofline",),

@@ -272,7 +272,7 @@ def test_one_prompt_is_streamed(golden_values, capsys):
     assert run(*argv, ",".join(map(str, prompt))) == 0
     assert capsys.readouterr().out == " ".join(map(str, expected)) + "\n"
 
-    layout = ("--prefill", "2x2", "--decode", "1x4")
+    layout = ("--prefill", "2x2", "--decode", "1x4", "--kv-codec", "unweight")
     assert run(*argv, " ".join(map(str, prompt)), *layout, "--json", "--logprobs", 2) == 0
     *lines, document = map(json.loads, capsys.readouterr().out.splitlines())
     assert [line["token_id"] for line in lines] == expected
@@ -281,10 +281,14 @@ def test_one_prompt_is_streamed(golden_values, capsys):
     (output,) = document["outputs"]
     assert (output["prompt_ids"], output["token_ids"]) == (prompt, expected)
     assert output["metrics"]["prompt_tokens"] == len(prompt)
-    assert output["metrics"]["kv_bytes"] > 0
+    assert output["metrics"]["kv_bytes"] > output["metrics"]["kv_bytes_sent"] > 0
     assert [entry["token_id"] for entry in output["logprobs"]] == expected
     assert all(entry["logprob"] == entry["top"][0][1] for entry in output["logprobs"])
-    assert document["stats"]["placement"].startswith("prefill pipeline 2 x tensor 2")
+    placement = document["stats"]["placement"]
+    assert placement.startswith("prefill pipeline 2 x tensor 2")
+    assert placement.endswith("KV by unweight")
+    assert run(*argv, "1", "--kv-codec", "unweight") == 2
+    assert "--kv-codec unweight: expected with --prefill" in capsys.readouterr().err
 
 
 def test_refused_prompts_do_not_stop_the_others(golden_values, tmp_path, capsys):

@@ -44,6 +44,7 @@ PLACEMENTS = {
     "2x1 to 1x2": Placement.disaggregated((2, 1), (1, 2)),
     "1x4 to 2x2": Placement.disaggregated((1, 4), (2, 2)),
     "2x2 to 2x2": Placement.disaggregated((2, 2), (2, 2)),
+    "coded": Placement.disaggregated((2, 1), (1, 2), kv_codec="unweight"),
 }
 SOME_PLACEMENTS = [
     pytest.param(name, marks=[] if name in ("one device", "2x1 to 1x2") else [pytest.mark.long])

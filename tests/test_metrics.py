@@ -30,7 +30,7 @@ FULL = (
     ("prefill_start", 11.0),
     ("prefill_end", 11.25),
     ("kv_sent", 11.25, 4096),
-    ("kv_received", 11.5),
+    ("kv_received", 11.5, 2960),
     ("token", 11.625),
     ("token", 12.0),
     ("token", 12.5),
@@ -51,6 +51,7 @@ def test_disaggregated_request():
     assert metrics.normalized_latency_s == 2.5 / 3
     assert (metrics.prompt_tokens, metrics.cached_tokens, metrics.output_tokens) == (7, 4, 3)
     assert (metrics.kv_bytes, metrics.preemptions, metrics.finish_reason) == (4096, 0, "length")
+    assert metrics.kv_bytes_sent == 2960
 
 
 def test_first_token_is_not_an_inter_token_gap():
@@ -116,11 +117,12 @@ def test_preempted_request_counts_first_times_and_all_bytes():
         ("prefill_start", 11.9),
         ("prefill_end", 12.0),
         ("kv_sent", 12.0, 1000),
-        ("kv_received", 12.1),
+        ("kv_received", 12.1, 700),
         *FULL[7:],
     )
     metrics = request_metrics(events)
     assert (metrics.preemptions, metrics.kv_bytes, metrics.cached_tokens) == (1, 5096, 4)
+    assert metrics.kv_bytes_sent == 3660
     assert (metrics.queue_s, metrics.prefill_s, metrics.transfer_s) == (1.0, 0.25, 0.25)
 
 

@@ -25,8 +25,8 @@ def test_experiments_on_no_device(experiment) -> None:
     ]
     assert [row["config"] for row in rows] == [as_dict(config) for config in configs]
     assert {row["kind"] for row in rows} <= {"analytic", "cited"}
-    (table,) = experiment.tables.values()
-    assert table(rows).rows
+    for table in experiment.tables.values():
+        assert table(rows).rows
 
 
 def test_experiment_without_the_compiler_is_one_line(tmp_path, monkeypatch, capsys) -> None:

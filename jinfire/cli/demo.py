@@ -232,6 +232,7 @@ def _document(
             for question, output in zip(QUESTIONS, split.outputs, strict=True)
         ],
         "kv_bytes_transferred": split.stats["kv_bytes_transferred"],
+        "kv_bytes_sent": split.stats["kv_bytes_sent"],
         "bubble_fraction": split.stats["bubble_fraction"],
         **_times(split),
         "single_device": _times(single),
@@ -270,6 +271,8 @@ def _print(document: dict[str, Any]) -> None:
     else:
         split = f"{devices['prefill']} for prefill, {devices['decode']} for decode"
     kv_bytes, bubbles = document["kv_bytes_transferred"], document["bubble_fraction"].items()
+    sent = document["kv_bytes_sent"]
+    coded = "" if sent == kv_bytes else f", sent in {console.size_text(sent)}"
     console.print_table(
         "",
         [
@@ -290,7 +293,7 @@ def _print(document: dict[str, Any]) -> None:
                 f"{console.time_text(document['time_per_token_p50_s'])} p50 "
                 f"(one device: {console.time_text(single['time_per_token_p50_s'])})",
             ),
-            ("KV handed over", f"{console.size_text(kv_bytes)} ({kv_bytes:,} bytes)"),
+            ("KV handed over", f"{console.size_text(kv_bytes)} ({kv_bytes:,} bytes){coded}"),
             (
                 "idle stage time (bubble)",
                 ", ".join(f"{phase} {console.percent_text(part)}" for phase, part in bubbles),

@@ -10,7 +10,7 @@ import jax
 
 from jinfire.checkpoints import load_tokenizer, open_checkpoint
 from jinfire.cli.console import FlagError, UsageError, print_note
-from jinfire.config import EngineConfig, Placement
+from jinfire.config import KV_CODECS, EngineConfig, Placement
 from jinfire.engine import Engine
 from jinfire.fetch import MODELS_ON_PYPI, cached, default_cache_dir
 from jinfire.request import SamplingParams
@@ -74,6 +74,13 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
         "--prefill", type=layout, metavar="PxT", help="mesh of the prefill, with --decode"
     )
     group.add_argument("--decode", type=layout, metavar="PxT", help="mesh of the decode")
+    group.add_argument(
+        "--kv-codec",
+        choices=KV_CODECS,
+        default="none",
+        help="how keys and values cross from --prefill to --decode: unweight sends fewer bytes and "
+        "changes none of them",
+    )
 
 
 def add_unweight(parser: argparse.ArgumentParser) -> None:
@@ -191,13 +198,15 @@ def add_output(parser: argparse.ArgumentParser) -> None:
 def placement(args: argparse.Namespace) -> Placement:
     """The placement that the flags name."""
     if args.prefill is None and args.decode is None:
+        if args.kv_codec != "none":
+            raise FlagError(f"--kv-codec {args.kv_codec}: expected with --prefill and --decode")
         return Placement.colocated(args.colocated or (1, 1))
     if args.colocated is not None:
         raise FlagError("--colocated: expected alone, got --prefill or --decode too")
     if args.prefill is None or args.decode is None:
         missing = "--prefill" if args.prefill is None else "--decode"
         raise FlagError(f"{missing} is missing: --prefill and --decode go together")
-    return Placement.disaggregated(args.prefill, args.decode)
+    return Placement.disaggregated(args.prefill, args.decode, args.kv_codec)
 
 
 def unweight(args: argparse.Namespace) -> PhasePolicies:

@@ -11,6 +11,7 @@ from jinfire.planner.gpus import GIB, GPUS, WORKSPACE_BYTES, parse_gpus
 from jinfire.planner.layouts import MAX_GPUS, Candidate, Fitting, Plan
 from jinfire.planner.plan import plan, plan_json
 from jinfire.planner.roofline import PhaseTime
+from jinfire.planner.unweight import NAMES, NONE
 from pallas_kernels import ToolchainMissing
 
 EXAMPLES = """\
@@ -19,6 +20,7 @@ examples:
   jinfire plan --model llama-4-scout --gpus 2xH200 --context 131072 --rows 16
   jinfire plan --model ~/models/Llama-3.2-1B/config.json --gpus L40S --json
   jinfire plan --model kimi-k2.5 --gpus 8xH100 --layout 2x4 --verify
+  jinfire plan --model deepseek-v3 --gpus 8xH200 --unweight compact
 
 Times are bounds of the roofline: real steps are longer.
 """
@@ -80,6 +82,12 @@ def add_parser(subparsers: Any) -> None:
         "experts stay 4-bit",
     )
     parser.add_argument(
+        "--unweight",
+        choices=NAMES,
+        default=NONE,
+        help="lossless form that weights lie in on the GPUs, by measured bits per weight",
+    )
+    parser.add_argument(
         "--verify",
         action="store_true",
         help="compile the steps of the layout at full size, which needs no GPU, and take weights "
@@ -110,6 +118,7 @@ def run(args: argparse.Namespace) -> int:
             args.gpus,
             layout=args.layout,
             dtype=args.dtype,
+            unweight=args.unweight,
             verify=args.verify,
             show_progress=True,
             **load,
@@ -145,6 +154,9 @@ def _print(model: str, found: Plan) -> None:
     if chosen is not None:
         print()
         _print_memory(chosen)
+        if found.unweight.form != NONE:
+            print()
+            _print_unweight(found, chosen)
         print()
         _print_times(chosen)
     print()
@@ -191,6 +203,37 @@ def _print_memory(found: Fitting) -> None:
                 for each in found
             )
             print(f"  collectives of {phase}: {text or 'none'}")
+
+
+def _print_unweight(found: Plan, chosen: Fitting) -> None:
+    """Coded weights beside dense ones of the same layout."""
+    own, dense = found.unweight, chosen.dense
+    decode_ms = dense.decode.total_s * 1e3
+    rows = [
+        (
+            kind.replace("_", " "),
+            f"{_gib(size['plain']):>10} dense, {_gib(size['coded']):>10} coded "
+            f"({size['coded'] / size['plain']:.1%})",
+        )
+        for kind, size in chosen.footprint.weights_by_coding.items()
+    ]
+    rows += [
+        (
+            f"variant {each.footprint.unweight.variant}",
+            f"decode step {each.decode.total_s * 1e3:.2f} ms, temp of decoding "
+            f"{_gib(each.footprint.decoding_temp)}",
+        )
+        for each in map(chosen.decoded_by, own.variants())
+    ]
+    dense_least = found.min_gpus_dense or f"none of up to {MAX_GPUS}"
+    rows.append(
+        (
+            "dense weights",
+            f"{dense_least} GPUs at least; here {'they fit' if dense.fits else 'too large'}, "
+            f"{dense.kv_tokens_left:,} tokens left, decode step {decode_ms:.2f} ms",
+        )
+    )
+    console.print_table(f"Unweight {own.form}, decoded by {own.variant}", rows)
 
 
 def _print_times(found: Fitting) -> None:

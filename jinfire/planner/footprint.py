@@ -15,8 +15,9 @@ import jax.numpy as jnp
 
 from jinfire.config import EngineConfig, LayerSpec, ModelConfig
 from jinfire.kvcache.page_set import FULL, kv_groups
-from jinfire.layout import RULES, StageLayout
+from jinfire.layout import RULES, UNWEIGHT_TILE, StageLayout
 from jinfire.models.spec import ParamSpec, skeleton
+from jinfire.planner.unweight import CODES, DENSE, DENSE_KINDS, SCALES, WEIGHTS, Unweight
 from jinfire.programs.decode import decode_microbatches
 from jinfire.weights import parse_dtype
 from pallas_kernels import INT4_PER_WORD
@@ -91,12 +92,25 @@ class Tensor:
         return weight_kind(self.name)
 
     @property
+    def coding(self) -> str | None:
+        """The class of `jinfire.planner.unweight` that it may be coded as, None for none."""
+        if self.name.endswith(".packed"):
+            return CODES
+        if ".experts." in self.name and self.name.endswith(".scale"):
+            return SCALES
+        own = self.spec.dtype is None and self.is_matrix and self.kind not in DENSE_KINDS
+        return WEIGHTS if own else None
+
+    @property
+    def projection(self) -> str:
+        """Its name without that of the parameter: `mlp.gate`."""
+        return self.name.rpartition(".")[0]
+
+    @property
     def values(self) -> float:
         """Parameters in a stored element."""
-        if self.name.endswith(".packed"):
-            return INT4_PER_WORD
-        # Of 4-bit experts: what their values are multiplied by, and no parameters.
-        return 0 if ".experts." in self.name and self.name.endswith(".scale") else 1
+        # Scales are what 4-bit values are multiplied by, and no parameters.
+        return {CODES: SCALES: 0}.get(self.coding or "", 1)
 
     @property
     def is_matrix(self) -> bool:
@@ -125,13 +139,14 @@ def weight_kind(name: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Footprint:
-    """A model of one data type on one layout.
+    """A model of one data type on one layout, its weights in a form of Unweight or dense.
 
     Units: bytes of one device, unless a name says otherwise.
     """
 
     layout: StageLayout
     dtype: str = "bfloat16"
+    unweight: Unweight = DENSE
 
     @property
     def config(self) -> ModelConfig:
@@ -180,7 +195,23 @@ class Footprint:
     @functools.cached_property
     def model_bytes(self) -> dict[str, int]:
         """Bytes of the whole model by kind, each weight once."""
-        return self._by_kind(lambda tensor: tensor.spec.size * tensor.itemsize(self.dtype))
+        return self._by_kind(
+            lambda tensor: tensor.spec.size * tensor.itemsize(self.dtype) * self._share(tensor)
+        )
+
+    def _coding(self, tensor: Tensor) -> str:
+        """The class that a tensor is coded as on this layout, "dense" for none.
+
+        Rows of a device's part are whole rows of the format, or it stays dense.
+        """
+        is_cut = self.layout.shard_shape(tensor.spec)[-1] % UNWEIGHT_TILE
+        if tensor.coding is None or (tensor.coding == WEIGHTS and is_cut):
+            return "dense"
+        return tensor.coding
+
+    def _share(self, tensor: Tensor) -> float:
+        """Bytes of a tensor over those that it has as a dense one."""
+        return self.unweight.share(self._coding(tensor), tensor.itemsize(self.dtype))
 
     def _by_kind(self, size: Callable[[Tensor], float]) -> dict[str, int]:
         layers = collections.Counter(self.config.layers)
@@ -193,10 +224,45 @@ class Footprint:
     @functools.cached_property
     def weights(self) -> dict[str, int]:
         """Weights by kind, with the zeros of padded slots and vocabulary and all copies."""
-        result = dict.fromkeys(KINDS, 0)
+        return self._held_bytes(lambda tensor: tensor.kind, KINDS, self._share)
+
+    @functools.cached_property
+    def weights_by_coding(self) -> dict[str, dict[str, int]]:
+        """Plain and coded bytes by how tensors are coded; "dense" stays as it is."""
+        kinds = (WEIGHTS, CODES, SCALES, "dense")
+        by_coding = functools.partial(self._held_bytes, self._coding, kinds)
+        plain, coded = by_coding(lambda tensor: 1.0), by_coding(self._share)
+        return {kind: {"plain": plain[kind], "coded": coded[kind]} for kind in kinds if plain[kind]}
+
+    def _held_bytes(
+        self,
+        key: Callable[[Tensor], str],
+        keys: tuple[str, ...],
+        share: Callable[[Tensor], float],
+    ) -> dict[str, int]:
+        result = dict.fromkeys(keys, 0)
         for tensor, count in self.held():
-            result[tensor.kind] += count * tensor.device_elements * tensor.itemsize(self.dtype)
+            result[key(tensor)] += count * round(self._plain_bytes(tensor) * share(tensor))
         return result
+
+    def _plain_bytes(self, tensor: Tensor) -> int:
+        return tensor.device_elements * tensor.itemsize(self.dtype)
+
+    def moved_bytes(self, tensor: Tensor) -> float:
+        """What one use of a tensor reads and writes, decoding included."""
+        itemsize = tensor.itemsize(self.dtype)
+        share = self.unweight.moved_share(self._coding(tensor), tensor.projection, itemsize)
+        return self._plain_bytes(tensor) * share
+
+    def _decoded_bytes(self, tensor: Tensor) -> int:
+        """What decoding a tensor writes to memory."""
+        share = self.unweight.temp_share(self._coding(tensor), tensor.projection)
+        return round(self._plain_bytes(tensor) * share)
+
+    @functools.cached_property
+    def decoding_temp(self) -> int:
+        """What decoding writes to memory, one tensor at a time: of the one that needs most."""
+        return max(map(self._decoded_bytes, self.tensors))
 
     # -- keys and values
 
@@ -247,12 +313,13 @@ class Footprint:
         stages = self.layout.mesh_spec.pipeline
         embedded = stages * tokens * self.config.width * self.itemsize
         head_rows = stages * load.prefill_rows
-        return embedded + self._layer_temp(tokens) + self._sampling_temp(head_rows)
+        sampling = self._sampling_temp(head_rows)
+        return embedded + self._layer_temp(tokens) + sampling + self.decoding_temp
 
     def decode_temp(self, load: Workload) -> int:
         """Activations of a decode dispatch."""
         rows = microbatch_rows(self.layout.mesh_spec.pipeline, load.rows)
-        return self._layer_temp(rows) + self._sampling_temp(rows)
+        return self._layer_temp(rows) + self._sampling_temp(rows) + self.decoding_temp
 
     def _layer_temp(self, tokens: int) -> int:
         """The residual stream with what a layer makes of it, at the widest layer."""

@@ -1,6 +1,7 @@
 """The layouts of a number of GPUs: which fit, what they hold, how fast they could be."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Self
 
@@ -9,6 +10,7 @@ from jinfire.layout import StageLayout
 from jinfire.planner.footprint import Footprint, Workload
 from jinfire.planner.gpus import GIB, GPU, parse_gpus
 from jinfire.planner.roofline import PhaseTime, decode_time, prefill_time
+from jinfire.planner.unweight import DENSE, NONE, Unweight
 from sharding import Collective, MeshSpec
 
 # Layouts of more GPUs are not searched for the least number; links between servers are slower
@@ -54,6 +56,16 @@ class Fitting:
     def shape(self) -> tuple[int, int, int]:
         """(pipeline, tensor, expert), as `Placement` takes it."""
         return layout_of(self.mesh_spec)
+
+    @property
+    def dense(self) -> "Fitting":
+        """The same layout with dense weights."""
+        return self.decoded_by(DENSE)
+
+    def decoded_by(self, unweight: Unweight) -> "Fitting":
+        """The same layout with weights in another form, or decoded by another variant."""
+        footprint = dataclasses.replace(self.footprint, unweight=unweight)
+        return dataclasses.replace(self, footprint=footprint, compiled=None)
 
     @property
     def source(self) -> str:
@@ -162,10 +174,18 @@ class Plan:
     candidates: tuple[Candidate, ...]
     chosen: Fitting | None
     min_gpus: int | None
+    unweight: Unweight = DENSE
 
     @property
     def fits(self) -> bool:
         return self.chosen is not None and self.chosen.fits
+
+    @functools.cached_property
+    def min_gpus_dense(self) -> int | None:
+        """What `min_gpus` is with dense weights."""
+        if self.unweight.form == NONE:
+            return self.min_gpus
+        return _least(self.config, self.gpu, self.load, self.dtype, DENSE)
 
     def verified(self, verify: Callable[[Fitting], Fitting]) -> Self:
         """The plan with its choice compiled by `verify`.
@@ -191,13 +211,16 @@ def plan_model(
     layout: Layout | None = None,
     load: Workload | None = None,
     dtype: str = "bfloat16",
+    unweight: str = NONE,
 ) -> Plan:
     """The plan of a model on `gpus`, e.g. "8xH100".
 
-    `layout` is (pipeline, tensor) or (pipeline, tensor, expert); None compares all.
-    Raises: ValueError for an unknown GPU, a layout of another number of GPUs, a context that the
-    model does not have.
+    `layout` is (pipeline, tensor) or (pipeline, tensor, expert); None compares all. `unweight` is
+    the form that weights lie in on the devices.
+    Raises: ValueError for an unknown GPU or form, a layout of another number of GPUs, a context
+    that the model does not have.
     """
+    form = Unweight.of(unweight)
     gpu, count = parse_gpus(gpus)
     load = load or Workload.of(config)
     load.check(config)
@@ -209,7 +232,7 @@ def plan_model(
             raise ValueError(
                 f"layout {specs[0]}: expected one of {count} devices, got {specs[0].size}"
             )
-    candidates = tuple(_candidate(config, spec, gpu, load, dtype) for spec in specs)
+    candidates = tuple(_candidate(config, spec, gpu, load, dtype, form) for spec in specs)
     return Plan(
         config,
         gpu,
@@ -218,7 +241,8 @@ def plan_model(
         dtype,
         candidates,
         choose(candidates),
-        _least(config, gpu, load, dtype),
+        _least(config, gpu, load, dtype, form),
+        form,
     )
 
 
@@ -249,20 +273,22 @@ def layout_of(spec: MeshSpec) -> tuple[int, int, int]:
 
 
 def _candidate(
-    config: ModelConfig, spec: MeshSpec, gpu: GPU, load: Workload, dtype: str
+    config: ModelConfig, spec: MeshSpec, gpu: GPU, load: Workload, dtype: str, unweight: Unweight
 ) -> Candidate:
     try:
         layout = StageLayout(config, spec)
     except ValueError as error:
         return Refused(layout_of(spec), str(error))
-    return Fitting(Footprint(layout, dtype), gpu, load)
+    return Fitting(Footprint(layout, dtype, unweight), gpu, load)
 
 
-def _least(config: ModelConfig, gpu: GPU, load: Workload, dtype: str) -> int | None:
+def _least(
+    config: ModelConfig, gpu: GPU, load: Workload, dtype: str, unweight: Unweight
+) -> int | None:
     """The smallest number of GPUs of which some layout fits."""
     for count in range(1, MAX_GPUS + 1):
         for spec in mesh_specs(count):
-            candidate = _candidate(config, spec, gpu, load, dtype)
+            candidate = _candidate(config, spec, gpu, load, dtype, unweight)
             if isinstance(candidate, Fitting) and candidate.fits:
                 return count
     return None

@@ -13,6 +13,7 @@ from jinfire.planner.footprint import Workload
 from jinfire.planner.gpus import WORKSPACE_BYTES
 from jinfire.planner.layouts import Candidate, Fitting, Plan, plan_model
 from jinfire.planner.roofline import PhaseTime
+from jinfire.planner.unweight import DENSE_KINDS, FORMS, NONE, SOURCES
 from jinfire.planner.verify import verified
 
 
@@ -22,6 +23,7 @@ def plan(
     *,
     layout: Layout | None = None,
     dtype: str = "bfloat16",
+    unweight: str = NONE,
     verify: bool = False,
     show_progress: bool = False,
     **load: int,
@@ -30,15 +32,21 @@ def plan(
 
     `model` is a preset's name, a `config.json`, a checkpoint or a config; weights are not read.
     A context that is not given is 8,192 tokens, or all that the model has.
-    `layout` is (pipeline, tensor) or (pipeline, tensor, expert); None compares all. With `verify`
-    the steps of the chosen layout are compiled at full size and say what weights and activations
-    take; where that does not fit, those of the next layout, if none was asked for.
+    `layout` is (pipeline, tensor) or (pipeline, tensor, expert); None compares all. `unweight` is
+    the form that weights lie in on the devices: "none", "huffman", "palette" or "compact". With
+    `verify` the steps of the chosen layout are compiled at full size, with dense weights, and say
+    what weights and activations take; where that does not fit, those of the next layout, if none
+    was asked for.
     Raises: ValueError for what is not known or does not go together; UnsupportedConfig;
     ToolchainMissing where `verify` finds no compiler; TypeError for an unknown keyword.
     """
     config = model if isinstance(model, ModelConfig) else read_config(model)
     workload = Workload.of(config, **load)
-    found = plan_model(config, gpus, layout=layout, load=workload, dtype=dtype)
+    if verify and unweight != NONE:
+        raise ValueError(
+            f"verify: expected dense weights, which steps compile with, got {unweight}"
+        )
+    found = plan_model(config, gpus, layout=layout, load=workload, dtype=dtype, unweight=unweight)
     if not verify:
         return found
     return found.verified(lambda candidate: verified(candidate, show_progress))
@@ -107,10 +115,48 @@ def plan_json(found: Plan) -> dict[str, Any]:
         "usable_bytes": found.gpu.usable_bytes,
         "workspace_bytes": WORKSPACE_BYTES,
         "dtype": found.dtype,
+        "unweight": _unweight_json(found),
         "workload": found.load,
         "layouts": [_candidate_json(candidate) for candidate in found.candidates],
     }
     return document
+
+
+def _unweight_json(found: Plan) -> dict[str, Any] | None:
+    """Coded weights beside dense ones of the same layout; None for a plan of dense weights.
+
+    `moved_bytes` of a variant are what a decode microbatch reads and writes of weights on one
+    device.
+    """
+    own = found.unweight
+    if own.form == NONE:
+        return None
+    bits = FORMS[own.form]
+    document: dict[str, Any] = {
+        "form": own.form,
+        "variant": own.variant,
+        "bits_per_value": bits,
+        "bits_source": {kind: SOURCES[kind] for kind in bits},
+        "dense_kinds": DENSE_KINDS,
+        "min_gpus_dense": found.min_gpus_dense,
+    }
+    if found.chosen is None:
+        return document
+    chosen, dense = found.chosen, found.chosen.dense
+    return document | {
+        "weights_by_coding": chosen.footprint.weights_by_coding,
+        "dense": {**_memory_json(dense), "fits": dense.fits, "decode_s": dense.decode.total_s},
+        "kv_tokens_more": chosen.kv_tokens_left - dense.kv_tokens_left,
+        "variants": {
+            each.footprint.unweight.variant: {
+                "temp_bytes": each.footprint.decoding_temp,
+                "moved_bytes": each.decode.tick.weight_bytes,
+                "prefill_s": each.prefill.total_s,
+                "decode_s": each.decode.total_s,
+            }
+            for each in map(chosen.decoded_by, own.variants())
+        },
+    }
 
 
 def _memory_json(found: Fitting) -> dict[str, Any]:

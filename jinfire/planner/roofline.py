@@ -20,7 +20,10 @@ LATENT_UP = "attention.latent_up.weight"
 
 @dataclasses.dataclass(frozen=True)
 class Tick:
-    """What one device reads, computes and sends for one microbatch."""
+    """What one device reads, computes and sends for one microbatch.
+
+    `weight_bytes` of coded weights are what decoding reads and writes too.
+    """
 
     weight_bytes: float
     kv_bytes: float
@@ -130,7 +133,7 @@ def _tick(
         if tensor.name == "embed.weight" and not is_head:
             continue  # a lookup reads a few rows and multiplies nothing
         used = head_rows if is_head else tokens
-        size = tensor.device_elements * tensor.itemsize(footprint.dtype) * count
+        size = footprint.moved_bytes(tensor) * count
         weight_bytes += size * _share_read(footprint, tensor, used)
         if tensor.is_matrix and not (expands and tensor.name == LATENT_UP):
             share = _share_multiplied(footprint, tensor)
