@@ -2,11 +2,14 @@
 
 A kernel works on the tiles `first` to `last` of a matrix of `across` tiles a band and F rows, and
 threads take ranges of tiles: nothing is shared but arrays that each writes its own part of. `words`
-are the uint16 words of the tensor; `nibbles` says that a row of 64 weights is 16 of them instead.
+are the bytes of a tensor's uint16 words, 128 a row of 64 weights, or 32 a row with `nibbles`.
 
 Decoders trust no byte: whatever the sections hold, they read and write inside the arrays that their
 docstrings size, and give the tile that does not fit, or -1.
 """
+
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numba import njit
@@ -28,8 +31,10 @@ from jinfire.unweight.vectors import (
 
 # numba keeps what it compiled until the file of a kernel changes, whatever that file imports. So
 # this is the XXH3 of vectors.py, which a test compares.
-VECTORS = "5848c1180c7c529f"
+VECTORS = "b7c8b55fabcaef0c"
 
+ROW_BYTES = 2 * ROW
+NIBBLE_BYTES = ROW // 2
 TILE_ROWS = 64
 CHUNK_ROWS = 16
 MAX_CODE_BITS = 12
@@ -42,19 +47,26 @@ U = np.uint64
 ALL = U(0xFFFFFFFFFFFFFFFF)
 
 
-@njit(nogil=True, cache=True)
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, compiled when it is first called, and kept on disk for later processes."""
+    try:
+        return njit(nogil=True, cache=True)(function)
+    except RuntimeError:  # no folder to write to, neither beside this file nor in the user's cache
+        return njit(nogil=True)(function)
+
+
+@compiled
 def count_values(words, shift, first, last):
     """How often each byte value occurs at bit `shift` of the words: [256] int64.
 
-    `first` and `last` are words, a multiple of 4 apart.
+    `first` and `last` are bytes, a multiple of 8 apart.
     """
-    data = words.view(np.uint8)
     # Four tables: the increments of neighbours, which are often equal, do not wait for each other.
     counts = np.zeros(4 * 256, np.int64)
     low = U(shift)
     byte = U(255)
-    for at in range(first, last, 4):
-        four = load_u64(data, 2 * at) >> low
+    for at in range(first, last, 8):
+        four = load_u64(words, at) >> low
         counts[four & byte] += 1
         counts[U(256) + (four >> U(16) & byte)] += 1
         counts[U(512) + (four >> U(32) & byte)] += 1
@@ -62,7 +74,7 @@ def count_values(words, shift, first, last):
     return counts.reshape(4, 256).sum(axis=0)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def mark_rows(words, palette, low, span, across, F, first, last, flags_R, counts):
     """Flags of the rows with a value outside the palette; takes their values out of the counts.
 
@@ -73,11 +85,11 @@ def mark_rows(words, palette, low, span, across, F, first, last, flags_R, counts
     r = first_row(first, across, F)
     for tile in range(first, last):
         band = tile // across
-        column = (tile - band * across) * ROW
+        column = tile - band * across
         height = min(TILE_ROWS, F - band * TILE_ROWS)
         for i in range(height):
-            at = (band * TILE_ROWS + i) * across * ROW + column
-            prefetch(words, at + ROW)
+            at = ((band * TILE_ROWS + i) * across + column) * ROW_BYTES
+            prefetch(words, at + ROW_BYTES)
             if outside_bits(words, at, low, span) == U(0):
                 r += 1
                 continue
@@ -94,7 +106,7 @@ def mark_rows(words, palette, low, span, across, F, first, last, flags_R, counts
             r += 1
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def first_row(tile, across, F):
     """Number of the first row of a tile, in tile order."""
     band = tile // across
@@ -102,7 +114,7 @@ def first_row(tile, across, F):
     return band * TILE_ROWS * across + (tile - band * across) * height
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def parts_before(tile, across, F, rows):
     """Parts of up to `rows` rows in the tiles before one."""
     band = tile // across
@@ -112,7 +124,7 @@ def parts_before(tile, across, F, rows):
     )
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def encode_huffman(
     words, nibbles, across, F, first, last, flags_R, pairs, sm, stream, bytes_C, verbatim, v
 ):
@@ -136,11 +148,11 @@ def encode_huffman(
         for i in range(height):
             place = (band * TILE_ROWS + i) * across + column
             if nibbles:
-                split_nibbles(words, place * 16, exps, 0)
+                split_nibbles(words, place * NIBBLE_BYTES, exps, 0)
             else:
                 # Tiles to the right: the rows of a tile lie too far apart for the processor to see.
-                prefetch(words, (place + 1) * ROW)
-                split_words(words, place * ROW, exps, 0, sm, r * ROW)
+                prefetch(words, (place + 1) * ROW_BYTES)
+                split_words(words, place * ROW_BYTES, exps, 0, sm, r * ROW)
             if flags_R[r]:
                 for j in range(0, ROW, 8):
                     store_u64(verbatim, v * ROW + j, load_u64(exps, j))
@@ -168,7 +180,7 @@ def encode_huffman(
     return position
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def encode_palette(words, across, F, first, last, flags_R, pairs, sm, codes, verbatim, v):
     """Sections of these tiles in palette form.
 
@@ -184,8 +196,8 @@ def encode_palette(words, across, F, first, last, flags_R, pairs, sm, codes, ver
         height = min(TILE_ROWS, F - band * TILE_ROWS)
         for i in range(height):
             place = (band * TILE_ROWS + i) * across + column
-            prefetch(words, (place + 1) * ROW)
-            split_words(words, place * ROW, exps, 0, sm, r * ROW)
+            prefetch(words, (place + 1) * ROW_BYTES)
+            split_words(words, place * ROW_BYTES, exps, 0, sm, r * ROW)
             if flags_R[r]:
                 for j in range(0, ROW, 8):
                     store_u64(verbatim, v * ROW + j, load_u64(exps, j))
@@ -198,7 +210,7 @@ def encode_palette(words, across, F, first, last, flags_R, pairs, sm, codes, ver
             r += 1
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def encode_compact(words, palette, across, F, first, last, sm, codes, escapes, tiles, pairs):
     """Sections of these tiles in compact form; gives the number of their escapes.
 
@@ -219,8 +231,8 @@ def encode_compact(words, palette, across, F, first, last, sm, codes, escapes, t
                 pairs[pair] = x - tiles[tile]
                 pair += 1
             place = (band * TILE_ROWS + i) * across + column
-            prefetch(words, (place + 1) * ROW)
-            split_words(words, place * ROW, exps, 0, sm, r * ROW)
+            prefetch(words, (place + 1) * ROW_BYTES)
+            split_words(words, place * ROW_BYTES, exps, 0, sm, r * ROW)
             p0 = p1 = p2 = known = U(0)
             for rank in range(palette.size):
                 same = equal_bits(exps, 0, palette[rank])
@@ -240,7 +252,7 @@ def encode_compact(words, palette, across, F, first, last, sm, codes, escapes, t
     return x
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def symbols_at_once(symbol_I, length_I):
     """For every number of 12 bits the symbols that it holds whole, up to six.
 
@@ -262,7 +274,7 @@ def symbols_at_once(symbol_I, length_I):
     return table
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def decode_chunk(stream, bit, table, single, out, at, end):
     """Symbols of a chunk into out[at:end]; gives the bit behind its last code."""
     window = U((1 << MAX_CODE_BITS) - 1)
@@ -281,7 +293,7 @@ def decode_chunk(stream, bit, table, single, out, at, end):
     return bit
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def decode_pair(stream, bit_a, bit_b, table, out, a, b, num):
     """Symbols of two chunks into out[a:], out[b:] while `num` symbols each are not reached.
 
@@ -308,7 +320,7 @@ def decode_pair(stream, bit_a, bit_b, table, out, a, b, num):
     return bit_a, bit_b, a, b
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def decode_huffman(
     stream,
     tail,
@@ -327,7 +339,6 @@ def decode_huffman(
     single,
     out,
     stride,
-    band0,
     column0,
 ):
     """Words of these tiles; gives the first tile with a chunk that holds other codes, or -1.
@@ -335,7 +346,7 @@ def decode_huffman(
     Shapes: stream uint8, and from its byte `tail_first` on again with `CHUNK_READ` zeros behind it,
     `tail`; first_C [C + 1] int64, ascending in it; table [4096] of `symbols_at_once`, single [4096]
     the length of the first symbol of a complete code; sm [R x 64]; verbatim rows flat, `v` of them
-    before; out of the tiles from `band0` and `column0` on, `stride` words a row.
+    before; out of the tiles from `column0` on, `stride` words a row.
     """
     exps = np.empty(4 * SPACED, np.uint8)
     bits = np.zeros(4, np.int64)
@@ -371,7 +382,7 @@ def decode_huffman(
             places[k] = k * SPACED
         c += chunks
         for i in range(height):
-            at = (band - band0) * TILE_ROWS + i
+            at = band * TILE_ROWS + i
             k = i // CHUNK_ROWS
             if nibbles:
                 join_nibbles(exps, places[k], out, at * stride + (column - column0) * 16)
@@ -388,9 +399,9 @@ def decode_huffman(
     return -1
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def decode_palette(
-    codes, values, across, F, first, last, flags_R, verbatim, v, sm, out, stride, band0, column0
+    codes, values, across, F, first, last, flags_R, verbatim, v, sm, out, stride, column0
 ):
     """Words of these tiles; gives -1.
 
@@ -405,7 +416,7 @@ def decode_palette(
         column = tile - band * across
         height = min(TILE_ROWS, F - band * TILE_ROWS)
         for i in range(height):
-            to = ((band - band0) * TILE_ROWS + i) * stride + (column - column0) * ROW
+            to = (band * TILE_ROWS + i) * stride + (column - column0) * ROW
             if flags_R[r]:
                 join_words(verbatim, v * ROW, sm, r * ROW, out, to)
                 v += 1
@@ -417,7 +428,7 @@ def decode_palette(
     return -1
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def decode_compact(
     codes,
     values,
@@ -431,7 +442,6 @@ def decode_compact(
     sm,
     out,
     stride,
-    band0,
     column0,
 ):
     """Words of these tiles; gives the first tile whose codes and escapes disagree, or -1.
@@ -466,7 +476,7 @@ def decode_compact(
                 exps[lowest_bit(escaped)] = escapes[x]
                 x += 1
                 escaped &= escaped - U(1)
-            to = ((band - band0) * TILE_ROWS + i) * stride + (column - column0) * ROW
+            to = (band * TILE_ROWS + i) * stride + (column - column0) * ROW
             join_words(exps, 0, sm, r * ROW, out, to)
             r += 1
         if x != end:
