@@ -110,7 +110,7 @@ class Tensor:
     def values(self) -> float:
         """Parameters in a stored element."""
         # Scales are what 4-bit values are multiplied by, and no parameters.
-        return {CODES: SCALES: 0}.get(self.coding or "", 1)
+        return {CODES: INT4_PER_WORD, SCALES: 0}.get(self.coding or "", 1)
 
     @property
     def is_matrix(self) -> bool:
