@@ -20,7 +20,10 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class KVCapacityConfig:
-    """One model on one layout. `layout` None is what somebody else published of theirs."""
+    """One model on one layout. `layout` None is what somebody else published of theirs.
+
+    `latents` says whether every device of a stage holds all of the latents or a part of them.
+    """
 
     model: str
     gpus: str
@@ -29,6 +32,7 @@ class KVCapacityConfig:
     context: int = 8192
     chunk: int = 1024
     dtype: str = "bfloat16"
+    latents: str = "replicated"
     verify: bool = True
 
 
@@ -46,6 +50,8 @@ def configs(smoke: bool) -> list[KVCapacityConfig]:
         return [
             KVCapacityConfig("smollm2-135m", "1xH100", (1, 1, 1), **small),
             KVCapacityConfig("llama-4-scout", "2xH200", (1, 2, 1), **small),
+            KVCapacityConfig("kimi-k2.5", "8xH100", (1, 8, 1), **small),
+            KVCapacityConfig("kimi-k2.5", "8xH100", (1, 8, 1), latents="split", **small),
             KVCapacityConfig("llama-4-scout", "2xH200", None),
         ]
     layouts = {
@@ -60,7 +66,11 @@ def configs(smoke: bool) -> list[KVCapacityConfig]:
         for (model, gpus), choices in layouts.items()
         for layout in choices
     ]
-    return [*own, *itertools.starmap(_published, PUBLISHED)]
+    split = [
+        KVCapacityConfig("kimi-k2.5", "8xH100", layout, latents="split")
+        for layout in ((1, 8, 1), (2, 4, 1), (1, 1, 8))
+    ]
+    return [*own, *split, *itertools.starmap(_published, PUBLISHED)]
 
 
 def _published(model: str, gpus: str) -> KVCapacityConfig:
@@ -96,6 +106,7 @@ def _plan(config: KVCapacityConfig) -> Measured:
         config.gpus,
         layout=config.layout,
         dtype=config.dtype,
+        latents=config.latents,
         verify=config.verify,
         rows=config.rows,
         context=config.context,
@@ -139,7 +150,7 @@ def table(rows: Sequence[Row]) -> Table:
         cells = (
             config["model"],
             config["gpus"],
-            "Infire" if cited else row["placement"],
+            "Infire" if cited else _layout(row),
             "yes" if cited else number(values["fits"]),
             _gib(values.get("weights_bytes")),
             _gib(temp),
@@ -162,11 +173,17 @@ def table(rows: Sequence[Row]) -> Table:
         rows=tuple(lines),
         notes=(
             "Infire's figures are what Cloudflare published; the rows and contexts that they hold "
-            "for are not known. Ours leave 1.5 GiB of every GPU free.",
+            "for are not known. Ours leave 1.5 GiB of every GPU free. Latents are whole on every "
+            "device of a stage, or split over them where the layout says so.",
             *provenance(rows),
         ),
         numeric=frozenset(range(4, 8)),
     )
+
+
+def _layout(row: Row) -> str:
+    split = row["config"].get("latents") == "split"
+    return row["placement"] + (", latents split" if split else "")
 
 
 def _gib(size_bytes: float | None) -> str:

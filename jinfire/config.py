@@ -153,6 +153,10 @@ class ModelConfig:
 
 Layout = Sequence[int]
 
+SPLIT = "split"
+LATENTS = ("replicated", SPLIT)
+"""What the devices of a stage hold of the latents (MLA): all of them each, or a part each."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
@@ -160,20 +164,40 @@ class Placement:
 
     Layouts are (pipeline, tensor) or (pipeline, tensor, expert). `decode=None` is colocated: both
     phases share one mesh and one page pool, and the handoff is the identity.
+    `latents` is one of `LATENTS` for all meshes, or one for the prefill and one for the decode.
     """
 
     prefill: sharding.MeshSpec
     decode: sharding.MeshSpec | None = None
+    latents: str | tuple[str, str] = LATENTS[0]
+
+    def __post_init__(self) -> None:
+        expected = f"one of {', '.join(LATENTS)}, or one for each phase"
+        convert_field(self, "latents", expected, _latents_of_phases)
+        if self.decode is None and self.prefill_latents != self.decode_latents:
+            raise ValueError(
+                f"Placement.latents: expected one for both phases on one mesh, got {self.latents}"
+            )
 
     @classmethod
-    def colocated(cls, layout: Layout = (1, 1)) -> Self:
+    def colocated(cls, layout: Layout = (1, 1), *, latents: str = LATENTS[0]) -> Self:
         """Both phases on one mesh."""
-        return cls(_mesh_spec(layout))
+        return cls(_mesh_spec(layout), latents=latents)
 
     @classmethod
-    def disaggregated(cls, prefill: Layout, decode: Layout) -> Self:
+    def disaggregated(
+        cls, prefill: Layout, decode: Layout, *, latents: str | tuple[str, str] = LATENTS[0]
+    ) -> Self:
         """Prefill and decode on disjoint meshes."""
-        return cls(_mesh_spec(prefill), _mesh_spec(decode))
+        return cls(_mesh_spec(prefill), _mesh_spec(decode), latents)
+
+    @property
+    def prefill_latents(self) -> str:
+        return self.latents[0]
+
+    @property
+    def decode_latents(self) -> str:
+        return self.latents[1]
 
     @property
     def is_colocated(self) -> bool:
@@ -189,8 +213,20 @@ class Placement:
 
     def __str__(self) -> str:
         if self.decode is None:
-            return f"colocated {self.prefill}"
-        return f"prefill {self.prefill} + decode {self.decode}"
+            return f"colocated {self.prefill}{_split_text(self.prefill_latents)}"
+        prefill = f"{self.prefill}{_split_text(self.prefill_latents)}"
+        return f"prefill {prefill} + decode {self.decode}{_split_text(self.decode_latents)}"
+
+
+def _latents_of_phases(value: Any) -> tuple[str, str]:
+    prefill, decode = (value, value) if isinstance(value, str) else value
+    if prefill not in LATENTS or decode not in LATENTS:
+        raise ValueError(f"expected {LATENTS}, got {value}")
+    return prefill, decode
+
+
+def _split_text(latents: str) -> str:
+    return " (latents split)" if latents == SPLIT else ""
 
 
 def _mesh_spec(layout: Layout) -> sharding.MeshSpec:

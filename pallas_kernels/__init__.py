@@ -19,8 +19,13 @@ from pallas_kernels.int4_matmul import (
     grouped_int4_matmul,
     int4_matmul,
 )
-from pallas_kernels.kernel import ArgSpec, Kernel
-from pallas_kernels.latent_attention import LATENT_ATTENTION, latent_attention
+from pallas_kernels.kernel import ArgSpec, Kernel, relative_error
+from pallas_kernels.latent_attention import (
+    LATENT_ATTENTION,
+    join_parts,
+    latent_attention,
+    latent_attention_part,
+)
 from pallas_kernels.paged_attention import PAGED_ATTENTION, paged_attention, write_pages
 from pallas_kernels.prefill_attention import PREFILL_ATTENTION, prefill_attention
 from pallas_kernels.toolchain import ToolchainMissing, run_python
@@ -41,9 +46,12 @@ __all__ = [
     "KERNELS",
     "ArgSpec",
     "Kernel",
+    "relative_error",
     # operations
     "paged_attention",
     "latent_attention",
+    "latent_attention_part",
+    "join_parts",
     "expanded_latent_attention",
     "prefill_attention",
     "grouped_matmul",

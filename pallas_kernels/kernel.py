@@ -54,7 +54,8 @@ class ArgSpec:
 class Kernel:
     """Operation with a float64 NumPy reference and interchangeable implementations.
 
-    `tolerance` maps a dtype name to the largest error relative to the largest reference value.
+    `tolerance` maps a dtype name to the largest `relative_error`. The result is one array, or a
+    tuple of them where the static arguments ask for more.
     `flops` and `bytes` take the arguments and count the least work that the operation needs.
     `unsupported` takes the arguments, or their shapes, and says why the Mosaic form does not take
     them; None where it does. `blocks` is the dataclass of the Mosaic form's block sizes, whose
@@ -62,8 +63,8 @@ class Kernel:
     """
 
     name: str
-    reference: Callable[..., np.ndarray]
-    implementations: Mapping[str, Callable[..., jax.Array]]
+    reference: Callable[..., Any]
+    implementations: Mapping[str, Callable[..., Any]]
     arg_specs: tuple[ArgSpec, ...]
     tolerance: Mapping[str, float]
     flops: Callable[..., int]
@@ -79,7 +80,7 @@ class Kernel:
         blocks: Any = None,
         interpret: bool = False,
         **static: Any,
-    ) -> jax.Array:
+    ) -> Any:
         """Result of the named implementation, else of the best one for the device in use.
 
         The choice falls where the program is lowered, so a program compiled for an absent GPU
@@ -119,7 +120,7 @@ class Kernel:
         near = [(d, i) for i, e in enumerate(entries) if (d := _distance(shapes, e)) < math.inf]
         return self.blocks(**entries[min(near)[1]]["blocks"]) if near else self.blocks()
 
-    def _dispatch(self, args: tuple[Any, ...], static: Mapping[str, Any]) -> jax.Array:
+    def _dispatch(self, args: tuple[Any, ...], static: Mapping[str, Any]) -> Any:
         default = functools.partial(self.implementations["xla"], **static)
         kind = device_kind()
         other = kind is not None and not is_hopper(kind)
@@ -130,13 +131,33 @@ class Kernel:
 
     def _mosaic(
         self, blocks: Any, interpret: bool, static: Mapping[str, Any]
-    ) -> Callable[..., jax.Array]:
+    ) -> Callable[..., Any]:
         options = dict(static)
         if blocks is not None:
             options["blocks"] = blocks
         if interpret:
             options["interpret"] = plgpu.InterpretGPUParams()
         return functools.partial(self.implementations["mosaic"], **options)
+
+
+def relative_error(got: Any, want: Any) -> float:
+    """The largest error of a result relative to the largest value of its reference.
+
+    Of several results, that of the worst. Infinite where the reference is 0 or infinite and the
+    result is anything else: rows without a token are zero, not small.
+    Raises: ValueError for another number of results, or another shape.
+    """
+    worst = 0.0
+    for result, reference in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        values = np.asarray(result).astype(np.float64)
+        if values.shape != reference.shape:
+            raise ValueError(f"result: expected shape {reference.shape}, got {values.shape}")
+        exact = (reference == 0) | np.isinf(reference)
+        if not np.array_equal(values[exact], reference[exact]):
+            return math.inf
+        largest = np.abs(reference[~exact]).max(initial=np.finfo(np.float32).tiny)
+        worst = np.maximum(worst, np.abs(values - reference)[~exact].max(initial=0) / largest)
+    return float(worst)
 
 
 def device_kind() -> str | None:

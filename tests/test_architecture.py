@@ -36,7 +36,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("checkpoints.hugging_face_writer",),
     ("checkpoints",),
     ("kvcache.pages", "loading"),
-    ("programs.sampler", "programs.runtime"),
+    ("programs.sampler", "programs.runtime", "programs.split_latents"),
     ("programs.batch",),
     ("programs.forward", "programs.prefill", "programs.decode", "programs.handoff"),
     ("programs.abstract", "planner.gpus", "planner.footprint"),

@@ -10,7 +10,7 @@ import jax
 
 from jinfire.checkpoints import load_tokenizer, open_checkpoint
 from jinfire.cli.console import FlagError, UsageError, print_note
-from jinfire.config import EngineConfig, Placement
+from jinfire.config import LATENTS, EngineConfig, Placement
 from jinfire.engine import Engine
 from jinfire.fetch import MODELS_ON_PYPI, cached, default_cache_dir
 from jinfire.request import SamplingParams
@@ -29,6 +29,16 @@ def layout(text: str) -> Layout:
             f"got {text!r}"
         )
     return tuple(map(int, sizes))
+
+
+def latents(text: str) -> tuple[str, str]:
+    """One of `LATENTS` for both phases, or two with a comma between."""
+    kinds = text.lower().split(",")
+    if len(kinds) > 2 or not set(kinds) <= set(LATENTS):
+        raise argparse.ArgumentTypeError(
+            f"expected {' or '.join(LATENTS)}, or two with a comma between, got {text!r}"
+        )
+    return kinds[0], kinds[-1]
 
 
 def positive(text: str) -> int:
@@ -73,6 +83,14 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
         "--prefill", type=layout, metavar="PxT", help="mesh of the prefill, with --decode"
     )
     group.add_argument("--decode", type=layout, metavar="PxT", help="mesh of the decode")
+    group.add_argument(
+        "--latents",
+        type=latents,
+        default=(LATENTS[0], LATENTS[0]),
+        metavar="KIND",
+        help="what devices of a stage keep of MLA latents: replicated (each all of them) or split "
+        "(each a part); PREFILL,DECODE where the meshes differ (default: replicated)",
+    )
 
 
 def add_engine(parser: argparse.ArgumentParser, *, max_rows: str, dtype: bool = True) -> None:
@@ -162,13 +180,15 @@ def add_output(parser: argparse.ArgumentParser) -> None:
 def placement(args: argparse.Namespace) -> Placement:
     """The placement that the flags name."""
     if args.prefill is None and args.decode is None:
-        return Placement.colocated(args.colocated or (1, 1))
+        if args.latents[0] != args.latents[1]:
+            raise FlagError(f"--latents: expected one for one mesh, got {','.join(args.latents)}")
+        return Placement.colocated(args.colocated or (1, 1), latents=args.latents[0])
     if args.colocated is not None:
         raise FlagError("--colocated: expected alone, got --prefill or --decode too")
     if args.prefill is None or args.decode is None:
         missing = "--prefill" if args.prefill is None else "--decode"
         raise FlagError(f"{missing} is missing: --prefill and --decode go together")
-    return Placement.disaggregated(args.prefill, args.decode)
+    return Placement.disaggregated(args.prefill, args.decode, latents=args.latents)
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:

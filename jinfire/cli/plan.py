@@ -5,10 +5,11 @@ import math
 from typing import Any
 
 from jinfire.cli import console, options
+from jinfire.config import LATENTS, SPLIT
 from jinfire.models.presets import PRESETS
 from jinfire.planner.footprint import Workload
 from jinfire.planner.gpus import GIB, GPUS, WORKSPACE_BYTES, parse_gpus
-from jinfire.planner.layouts import MAX_GPUS, Candidate, Fitting, Plan
+from jinfire.planner.layouts import AUTO, MAX_GPUS, Candidate, Fitting, Plan
 from jinfire.planner.plan import plan, plan_json
 from jinfire.planner.roofline import PhaseTime
 from pallas_kernels import ToolchainMissing
@@ -19,6 +20,7 @@ examples:
   jinfire plan --model llama-4-scout --gpus 2xH200 --context 131072 --rows 16
   jinfire plan --model ~/models/Llama-3.2-1B/config.json --gpus L40S --json
   jinfire plan --model kimi-k2.5 --gpus 8xH100 --layout 2x4 --verify
+  jinfire plan --model kimi-k2.5 --gpus 8xH100 --latents auto
 
 Times are bounds of the roofline: real steps are longer.
 """
@@ -80,6 +82,13 @@ def add_parser(subparsers: Any) -> None:
         "experts stay 4-bit",
     )
     parser.add_argument(
+        "--latents",
+        choices=(*LATENTS, AUTO),
+        default=LATENTS[0],
+        help="MLA latents: all of them on every device of a stage, a part on each, or the better "
+        "of both (default: %(default)s)",
+    )
+    parser.add_argument(
         "--verify",
         action="store_true",
         help="compile the steps of the layout at full size, which needs no GPU, and take weights "
@@ -110,6 +119,7 @@ def run(args: argparse.Namespace) -> int:
             args.gpus,
             layout=args.layout,
             dtype=args.dtype,
+            latents=args.latents,
             verify=args.verify,
             show_progress=True,
             **load,
@@ -174,7 +184,7 @@ def _print_memory(found: Fitting) -> None:
             f"{_gib(found.kv_bytes_left):>10}  in all: {found.kv_tokens_left:,} tokens",
         ),
     ]
-    console.print_table(f"bytes of one device, {_layout_text(found.shape)} ({found.source})", rows)
+    console.print_table(f"bytes of one device, {_layout_text(found)} ({found.source})", rows)
     if found.compiled is not None:
         compiled = found.compiled
         print(
@@ -223,7 +233,7 @@ def _print_layouts(candidates: tuple[Candidate, ...], chosen: Fitting | None) ->
     print("layouts (pipeline x tensor x expert)")
     for found in candidates:
         mark = "*" if found is chosen else " "
-        head = f"{mark} {_layout_text(found.shape):<8}"
+        head = f"{mark} {_layout_text(found):<8}"
         if not isinstance(found, Fitting) or not found.fits:
             print(f"{head} refused: {found.refusal}")
             continue
@@ -234,8 +244,9 @@ def _print_layouts(candidates: tuple[Candidate, ...], chosen: Fitting | None) ->
         )
 
 
-def _layout_text(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape))
+def _layout_text(found: Candidate) -> str:
+    split = " split" if found.latents == SPLIT else ""
+    return "x".join(map(str, found.shape)) + split
 
 
 def _gib(size_bytes: float) -> str:

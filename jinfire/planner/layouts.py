@@ -1,10 +1,11 @@
 """The layouts of a number of GPUs: which fit, what they hold, how fast they could be."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Self
 
-from jinfire.config import Layout, ModelConfig, Placement
+from jinfire.config import LATENTS, Layout, ModelConfig, Placement
 from jinfire.layout import StageLayout
 from jinfire.planner.footprint import Footprint, Workload
 from jinfire.planner.gpus import GIB, GPU, parse_gpus
@@ -14,6 +15,8 @@ from sharding import Collective, MeshSpec
 # Layouts of more GPUs are not searched for the least number; links between servers are slower
 # than those that times are predicted for.
 MAX_GPUS = 64
+
+AUTO = "auto"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +57,10 @@ class Fitting:
     def shape(self) -> tuple[int, int, int]:
         """(pipeline, tensor, expert), as `Placement` takes it."""
         return layout_of(self.mesh_spec)
+
+    @property
+    def latents(self) -> str:
+        return self.footprint.layout.latents
 
     @property
     def source(self) -> str:
@@ -140,6 +147,7 @@ class Refused:
 
     shape: tuple[int, int, int]
     refusal: str
+    latents: str = LATENTS[0]
 
 
 Candidate = Fitting | Refused
@@ -191,16 +199,19 @@ def plan_model(
     layout: Layout | None = None,
     load: Workload | None = None,
     dtype: str = "bfloat16",
+    latents: str = LATENTS[0],
 ) -> Plan:
     """The plan of a model on `gpus`, e.g. "8xH100".
 
-    `layout` is (pipeline, tensor) or (pipeline, tensor, expert); None compares all.
+    `layout` is (pipeline, tensor) or (pipeline, tensor, expert); None compares all. `latents` is
+    one of `LATENTS`, "auto" compares both.
     Raises: ValueError for an unknown GPU, a layout of another number of GPUs, a context that the
-    model does not have.
+    model does not have, split latents of a model without any.
     """
     gpu, count = parse_gpus(gpus)
     load = load or Workload.of(config)
     load.check(config)
+    asked = _Asked(config, gpu, load, dtype, _latents_choices(config, latents))
     if layout is None:
         specs = list(mesh_specs(count))
     else:
@@ -209,17 +220,8 @@ def plan_model(
             raise ValueError(
                 f"layout {specs[0]}: expected one of {count} devices, got {specs[0].size}"
             )
-    candidates = tuple(_candidate(config, spec, gpu, load, dtype) for spec in specs)
-    return Plan(
-        config,
-        gpu,
-        count,
-        load,
-        dtype,
-        candidates,
-        choose(candidates),
-        _least(config, gpu, load, dtype),
-    )
+    candidates = tuple(itertools.chain.from_iterable(map(asked.candidates, specs)))
+    return Plan(config, gpu, count, load, dtype, candidates, choose(candidates), asked.least_gpus())
 
 
 def mesh_specs(count: int) -> Iterator[MeshSpec]:
@@ -248,24 +250,45 @@ def layout_of(spec: MeshSpec) -> tuple[int, int, int]:
     return (spec.pipeline, spec.tensor, spec.expert)
 
 
-def _candidate(
-    config: ModelConfig, spec: MeshSpec, gpu: GPU, load: Workload, dtype: str
-) -> Candidate:
-    try:
-        layout = StageLayout(config, spec)
-    except ValueError as error:
-        return Refused(layout_of(spec), str(error))
-    return Fitting(Footprint(layout, dtype), gpu, load)
+@dataclasses.dataclass(frozen=True)
+class _Asked:
+    """What candidates have in common. `latents` are the choices to compare."""
+
+    config: ModelConfig
+    gpu: GPU
+    load: Workload
+    dtype: str
+    latents: tuple[str, ...]
+
+    def candidates(self, spec: MeshSpec) -> Iterator[Candidate]:
+        """One for each choice that makes a difference."""
+        single = spec.tensor * spec.expert == 1
+        for latents in self.latents[:1] if single else self.latents:
+            try:
+                layout = StageLayout(self.config, spec, latents)
+                layout.page_slots(self.load.page_size)
+            except ValueError as error:
+                yield Refused(layout_of(spec), str(error), latents)
+            else:
+                yield Fitting(Footprint(layout, self.dtype), self.gpu, self.load)
+
+    def least_gpus(self) -> int | None:
+        """The smallest number of GPUs of which some layout fits."""
+        for count in range(1, MAX_GPUS + 1):
+            for candidate in itertools.chain.from_iterable(map(self.candidates, mesh_specs(count))):
+                if isinstance(candidate, Fitting) and candidate.fits:
+                    return count
+        return None
 
 
-def _least(config: ModelConfig, gpu: GPU, load: Workload, dtype: str) -> int | None:
-    """The smallest number of GPUs of which some layout fits."""
-    for count in range(1, MAX_GPUS + 1):
-        for spec in mesh_specs(count):
-            candidate = _candidate(config, spec, gpu, load, dtype)
-            if isinstance(candidate, Fitting) and candidate.fits:
-                return count
-    return None
+def _latents_choices(config: ModelConfig, latents: str) -> tuple[str, ...]:
+    """Raises: ValueError for another choice, and for split latents of a model without any."""
+    if latents == AUTO:
+        return LATENTS if config.latent is not None else LATENTS[:1]
+    if latents not in LATENTS:
+        raise ValueError(f"latents: expected one of {', '.join(LATENTS)}, {AUTO}, got {latents!r}")
+    StageLayout(config, MeshSpec(), latents)
+    return (latents,)
 
 
 def _divisors(number: int) -> list[int]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from jinfire.checkpoints import open_checkpoint
 from jinfire.checkpoints.source import read_json
-from jinfire.config import Layout, ModelConfig
+from jinfire.config import LATENTS, Layout, ModelConfig
 from jinfire.models import parse_architecture
 from jinfire.models.presets import PRESETS, preset
 from jinfire.planner.footprint import Workload
@@ -22,6 +22,7 @@ def plan(
     *,
     layout: Layout | None = None,
     dtype: str = "bfloat16",
+    latents: str = LATENTS[0],
     verify: bool = False,
     show_progress: bool = False,
     **load: int,
@@ -30,15 +31,16 @@ def plan(
 
     `model` is a preset's name, a `config.json`, a checkpoint or a config; weights are not read.
     A context that is not given is 8,192 tokens, or all that the model has.
-    `layout` is (pipeline, tensor) or (pipeline, tensor, expert); None compares all. With `verify`
-    the steps of the chosen layout are compiled at full size and say what weights and activations
-    take; where that does not fit, those of the next layout, if none was asked for.
+    `layout` is (pipeline, tensor) or (pipeline, tensor, expert); None compares all. `latents` are
+    "replicated" or "split" over the devices of a stage; "auto" compares both. With `verify` the
+    steps of the chosen layout are compiled at full size and say what weights and activations take;
+    where that does not fit, those of the next layout, if none was asked for.
     Raises: ValueError for what is not known or does not go together; UnsupportedConfig;
     ToolchainMissing where `verify` finds no compiler; TypeError for an unknown keyword.
     """
     config = model if isinstance(model, ModelConfig) else read_config(model)
     workload = Workload.of(config, **load)
-    found = plan_model(config, gpus, layout=layout, load=workload, dtype=dtype)
+    found = plan_model(config, gpus, layout=layout, load=workload, dtype=dtype, latents=latents)
     if not verify:
         return found
     return found.verified(lambda candidate: verified(candidate, show_progress))
@@ -80,6 +82,7 @@ def plan_json(found: Plan) -> dict[str, Any]:
         "min_gpus": found.min_gpus,
         "min_gpus_source": "analytic",
         "layout": None,
+        "latents": None,
         "bytes_per_device": None,
         "kv_bytes_left": 0,
         "kv_tokens_left": 0,
@@ -116,6 +119,7 @@ def plan_json(found: Plan) -> dict[str, Any]:
 def _memory_json(found: Fitting) -> dict[str, Any]:
     return {
         "layout": found.shape,
+        "latents": found.latents,
         "bytes_per_device": {
             "weights": found.weights_bytes,
             "kv": found.kv_bytes,
@@ -130,7 +134,8 @@ def _memory_json(found: Fitting) -> dict[str, Any]:
 
 def _candidate_json(candidate: Candidate) -> dict[str, Any]:
     if not isinstance(candidate, Fitting):
-        return {"layout": candidate.shape, "fits": False, "refusal": candidate.refusal}
+        named = {"layout": candidate.shape, "latents": candidate.latents}
+        return {**named, "fits": False, "refusal": candidate.refusal}
     return {
         **_memory_json(candidate),
         "fits": candidate.fits,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jinfire.config import ModelConfig
+from jinfire.config import LATENTS, ModelConfig
 from jinfire.kvcache.pages import Pools, pages_like, pool_specs
 from jinfire.layout import StageLayout
 from jinfire.models.spec import abstract_tree
@@ -56,11 +56,12 @@ class AbstractPrograms:
         devices: Sequence[Device],
         dtype: np.dtype,
         sizes: Sizes,
+        latents: str = LATENTS[0],
     ) -> None:
         self.sizes = sizes
-        self.model = MeshModel(
-            StageLayout(config, mesh_spec), make_mesh(mesh_spec, devices), {}, CompileLog(), dtype
-        )
+        layout, mesh = StageLayout(config, mesh_spec, latents), make_mesh(mesh_spec, devices)
+        layout.page_slots(sizes.page_size)
+        self.model = MeshModel(layout, mesh, {}, CompileLog(), dtype)
 
     def lower_prefill(self) -> jax.stages.Lowered:
         sizes = self.sizes

@@ -12,17 +12,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jinfire.kvcache.pages import Pages, Pools, group_layers, pages_like, pool_specs
+from jinfire.kvcache.pages import Pages, Pools, group_layers, pool_specs
 from jinfire.programs.batch import DecodeRows, NewRow
 from jinfire.programs.runtime import REPLICATED, MeshModel, global_pools, local_pools
 from jinfire.programs.sampler import Sampled
-from sharding import EXPERT, PIPELINE, TENSOR, Cuts, InFlight, Side, TransferPlan
+from sharding import Cuts, InFlight, Side, TransferPlan
 
-BLOCK_SPEC = PartitionSpec(PIPELINE, None, None, None, (EXPERT, TENSOR))
-HEADS_DIM = 4
+SLOTS_DIM, HEADS_DIM = 3, 4
 
 Blocks = dict[str, list[Pages]]
-"""One request's pages by KV group, per cut of its slots: [stages, slots, pages, Z, K@tensor, H]."""
+"""One request's pages by KV group, per cut of its slots: [stages, slots, pages, Z, K@tensor, H].
+
+Where a side splits latents, blocks are cut along Z; on a side that does not, they are whole.
+"""
 
 PageLists = dict[str, list[int]]
 """Pages of one request by KV group, in the order of what they hold."""
@@ -67,7 +69,9 @@ class Handoff:
     a sequence holds, by KV group.
     """
 
-    def __init__(self, prefill: MeshModel, decode: MeshModel, rings: dict[str, int]):
+    def __init__(
+        self, prefill: MeshModel, decode: MeshModel, rings: dict[str, int], page_size: int
+    ):
         self._decode = decode
         self._rings = rings
         self._colocated = prefill is decode
@@ -82,31 +86,35 @@ class Handoff:
         )
         if self._colocated:
             return
-        heads = decode.config.cached_heads
-        targets = group_layers(decode.layout)
-        self._plans = {
-            group: TransferPlan.make(
-                Side(prefill.mesh, heads, layers), Side(decode.mesh, heads, targets[group])
-            )
-            for group, layers in group_layers(prefill.layout).items()
-        }
+        split = prefill.layout.splits_latents or decode.layout.splits_latents
+        self._cut_dim = SLOTS_DIM if split else HEADS_DIM
+        parts = page_size if split else decode.config.cached_heads
+        source, target = (
+            {
+                group: Side(model.mesh, parts, layers, split and not model.layout.splits_latents)
+                for group, layers in group_layers(model.layout).items()
+            }
+            for model in (prefill, decode)
+        )
+        self._plans = {group: TransferPlan.make(source[group], target[group]) for group in source}
         source_cuts = {group: plan.source_cuts for group, plan in self._plans.items()}
         target_cuts = {group: plan.target_cuts for group, plan in self._plans.items()}
-        block = pages_like(decode.config, lambda width: BLOCK_SPEC)
         self._gather = prefill.program(
             "gather",
             functools.partial(_gather, source_cuts),
             in_specs=(pool_specs(prefill.layout), REPLICATED),
-            out_specs={group: [block] * len(cuts) for group, cuts in source_cuts.items()},
+            out_specs=self._block_spec(source),
         )
-        blocks = {group: [block] * len(cuts) for group, cuts in target_cuts.items()}
         self._scatter = decode.program(
             "scatter",
             functools.partial(_scatter, target_cuts),
-            in_specs=(pools, blocks, REPLICATED),
+            in_specs=(pools, self._block_spec(target), REPLICATED),
             out_specs=pools,
             donate=(0,),
         )
+
+    def _block_spec(self, sides: dict[str, Side]) -> PartitionSpec:
+        return next(iter(sides.values())).block_sharding(self._cut_dim).spec
 
     def send(self, pools: Pools, pages: PageLists, sampled: Sampled) -> Transit:
         """Gather a request's pages and start their copies. Does not wait.
@@ -119,7 +127,7 @@ class Handoff:
         padded = self._padded(pages, dict.fromkeys(pages, 0))
         blocks = self._gather(pools, padded)
         in_flight = {
-            group: plan.send(blocks[group], heads_dim=HEADS_DIM)
+            group: plan.send(blocks[group], heads_dim=self._cut_dim)
             for group, plan in self._plans.items()
         }
         num_bytes = sum(

@@ -21,7 +21,7 @@ from jinfire.layers.rope import PositionTables
 from jinfire.layout import StageLayout
 from jinfire.loading import load_params
 from jinfire.models.transformer import Transformer
-from sharding import PIPELINE, Device, MeshSpec, make_mesh
+from sharding import PIPELINE, Device, make_mesh
 
 REPLICATED = PartitionSpec()
 GPU_PLATFORMS = ("gpu", "cuda")
@@ -101,15 +101,14 @@ class MeshModel:
     def load(
         cls,
         source: TensorSource,
-        mesh_spec: MeshSpec,
+        layout: StageLayout,
         devices: Sequence[Device],
         dtype: np.dtype,
         log: CompileLog,
         desc: str = "weights",
     ) -> "MeshModel":
         """Weights read from `source` onto a new mesh over `devices`."""
-        layout = StageLayout(source.config, mesh_spec)
-        mesh = make_mesh(mesh_spec, devices)
+        mesh = make_mesh(layout.mesh_spec, devices)
         return cls(layout, mesh, load_params(source, layout, mesh, dtype, desc), log, dtype)
 
     @property
