@@ -59,6 +59,8 @@ _BRANCHES = re.compile(
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _LISTED_GROUP = re.compile(r"replica_groups=\{\{([\d,]+)\}")
 _IOTA_GROUP = re.compile(r"replica_groups=\[\d+,(\d+)\]<=")
+_MESH_GROUP = re.compile(r"replica_groups=mesh\[(?P<sizes>[^\]]*)\] \{(?P<axes>[^}]*)\}")
+_AXIS = re.compile(r"'(\w+)'(?:=(\d+))?")
 _OPERAND = re.compile(r"\(\s*(?:[^%()]*?)%?([\w.\-]+)")
 
 
@@ -155,6 +157,10 @@ def _operand(line: str) -> str:
 def _group_size(line: str, kind: str) -> int:
     if kind == "collective-permute":
         return 2  # a source and a target
+    if found := _MESH_GROUP.search(line):
+        # By name: of the axes of a mesh, over which the devices of a group lie.
+        sizes = {name: int(size) for name, size in _AXIS.findall(found["sizes"])}
+        return math.prod(sizes[name] for name, _ in _AXIS.findall(found["axes"]))
     for pattern in (_IOTA_GROUP, _LISTED_GROUP):
         if found := pattern.search(line):
             text = found.group(1)

@@ -191,14 +191,14 @@ def _print_memory(found: Fitting) -> None:
             f"  compiled in {compiled.prefill_s:.0f} + {compiled.decode_s:.0f} s with "
             f"{_gib(compiled.host_bytes)} of memory"
         )
-        for phase, found in (
+        for phase, crossed in (
             ("a prefill dispatch", compiled.prefill_collectives),
             ("a decode dispatch", compiled.decode_collectives),
         ):
             text = ", ".join(
                 f"{each.count} {each.kind} of {each.devices} "
                 f"({console.size_text(each.sent_bytes)} sent)"
-                for each in found
+                for each in crossed
             )
             print(f"  collectives of {phase}: {text or 'none'}")
 
