@@ -183,8 +183,10 @@ def test_heads_that_share_no_divisor(source, target):
         ((1, 1, 2), (1, 2)),
     ],
 )
-def test_send_does_not_wait_for_the_program_that_makes_the_blocks(source, target):
+@pytest.mark.parametrize("whole", [False, True])
+def test_send_does_not_wait_for_the_program_that_makes_the_blocks(source, target, whole):
     plan = make_plan(4, 4, source, target)
+    plan = TransferPlan.make(dataclasses.replace(plan.source, whole=whole), plan.target)
     blocks = put_blocks(plan, {"key": random_cache(4, 4, 0)})
     plan.send(blocks, HEADS_DIM).receive()  # compiled, so that only the copies are under test
     gate = threading.Event()
