@@ -19,7 +19,7 @@ from pallas_kernels.int4_matmul import (
     grouped_int4_matmul,
     int4_matmul,
 )
-from pallas_kernels.kernel import ArgSpec, Kernel, relative_error
+from pallas_kernels.kernel import ArgSpec, Kernel
 from pallas_kernels.latent_attention import (
     LATENT_ATTENTION,
     join_parts,
@@ -29,6 +29,34 @@ from pallas_kernels.latent_attention import (
 from pallas_kernels.paged_attention import PAGED_ATTENTION, paged_attention, write_pages
 from pallas_kernels.prefill_attention import PREFILL_ATTENTION, prefill_attention
 from pallas_kernels.toolchain import ToolchainMissing, run_python
+from pallas_kernels.unweight_blob import (
+    Corrupt,
+    TileOrder,
+    UnweightHeader,
+    check_blob,
+    check_words,
+    hash_blob,
+)
+from pallas_kernels.unweight_decompress import (
+    UNWEIGHT_COMPACT,
+    UNWEIGHT_EXPONENT,
+    UNWEIGHT_EXPONENTS,
+    UNWEIGHT_HUFFMAN,
+    UNWEIGHT_PALETTE,
+    UNWEIGHT_TRANSCODE,
+    unweight_decompress,
+    unweight_exponents,
+    unweight_transcode,
+)
+from pallas_kernels.unweight_decompress_xla import unweight_rows
+from pallas_kernels.unweight_format import (
+    UnweightOptions,
+    choose_palette,
+    unweight_decode,
+    unweight_encode,
+)
+from pallas_kernels.unweight_huffman import canonical_codes, code_lengths, decode_table
+from pallas_kernels.unweight_matrix import MatrixTiling, UnweightMatrix
 
 KERNELS = {
     kernel.name: kernel
@@ -39,6 +67,12 @@ KERNELS = {
         GROUPED_MATMUL,
         INT4_MATMUL,
         GROUPED_INT4_MATMUL,
+        UNWEIGHT_PALETTE,
+        UNWEIGHT_EXPONENT,
+        UNWEIGHT_COMPACT,
+        UNWEIGHT_HUFFMAN,
+        UNWEIGHT_EXPONENTS,
+        UNWEIGHT_TRANSCODE,
     )
 }
 
@@ -46,7 +80,6 @@ __all__ = [
     "KERNELS",
     "ArgSpec",
     "Kernel",
-    "relative_error",
     # operations
     "paged_attention",
     "latent_attention",
@@ -62,6 +95,27 @@ __all__ = [
     "INT4_PER_WORD",
     "pack_for_device",
     "unpack_from_device",
+    # compressed weights: the format, and its oracle
+    "Corrupt",
+    "TileOrder",
+    "UnweightHeader",
+    "UnweightOptions",
+    "canonical_codes",
+    "check_blob",
+    "check_words",
+    "choose_palette",
+    "code_lengths",
+    "decode_table",
+    "hash_blob",
+    "unweight_decode",
+    "unweight_encode",
+    # coded weights
+    "unweight_decompress",
+    "unweight_exponents",
+    "unweight_transcode",
+    "unweight_rows",
+    "UnweightMatrix",
+    "MatrixTiling",
     # measurement
     "WORKLOADS",
     "SMOKE_WORKLOADS",

@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.unweight_bench import ARRAYS_OF
+
 # Calls take turns on this much data at least, so that no cache holds the next call's.
 ROTATED_BYTES = 256 * 2**20
 MAX_BUFFERS = 8
@@ -240,6 +242,13 @@ def _attention(head_dim: int, **static: int) -> dict[str, Any]:
     return {"scale": 1 / math.sqrt(head_dim), **static}
 
 
+def _unweight(model: str, F: int, D: int) -> tuple[Workload, ...]:
+    """Decompression of a matrix [F, D], from every form."""
+    return tuple(
+        _workload(kernel, model, make, F, D, shape=(F, D)) for kernel, make in ARRAYS_OF.items()
+    )
+
+
 _MLA = {"scale": 1 / math.sqrt(128 + 64), "rank": 512}
 
 WORKLOADS = (
@@ -331,6 +340,9 @@ WORKLOADS = (
     _workload(
         "grouped_int4_matmul", "Kimi K2, 48 experts, 4k rows", _grouped_int4, 4096, 48, 2048, 7168
     ),
+    # Features, width.
+    *_unweight("Llama 3.1 8B gate", 14336, 4096),
+    *_unweight("Llama 3.1 8B output", 4096, 4096),
 )
 
 # The same builders at sizes that a CPU and the interpreter take.
@@ -342,4 +354,5 @@ SMOKE_WORKLOADS = (
     _workload("grouped_matmul", "small", _grouped, 16, 4, 256, 128),
     _workload("int4_matmul", "small", _int4_matmul, 4, 256, 256),
     _workload("grouped_int4_matmul", "small", _grouped_int4, 16, 2, 256, 256),
+    *_unweight("small", 128, 128),
 )

@@ -54,12 +54,13 @@ class ArgSpec:
 class Kernel:
     """Operation with a float64 NumPy reference and interchangeable implementations.
 
-    `tolerance` maps a dtype name to the largest `relative_error`. The result is one array, or a
-    tuple of them where the static arguments ask for more.
+    `tolerance` maps every dtype that the kernel is for to the largest `error`. The result is one
+    array, or a tuple of them where the static arguments ask for more.
     `flops` and `bytes` take the arguments and count the least work that the operation needs.
     `unsupported` takes the arguments, or their shapes, and says why the Mosaic form does not take
     them; None where it does. `blocks` is the dataclass of the Mosaic form's block sizes, whose
-    defaults hold where nothing was tuned, and `space` the values that a search may try.
+    defaults hold where nothing was tuned, and `space` the values that a search may try. An `exact`
+    kernel moves bits: its results have one dtype, whatever arrays are made for.
     """
 
     name: str
@@ -72,6 +73,31 @@ class Kernel:
     unsupported: Callable[..., str | None] | None = None
     blocks: Callable[..., Any] | None = None
     space: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    exact: bool = False
+
+    def error(self, got: Any, want: Any) -> float:
+        """Largest error relative to the largest reference value; of an exact kernel, the share of
+        values whose bits differ. Of several results, that of the worst.
+
+        Infinite where zero is right, as for a row without a token, and something small came, and
+        where one of both is infinite.
+        """
+        results = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+        return float(np.max([self._error(np.asarray(x), np.asarray(y)) for x, y in results]))
+
+    def _error(self, got: np.ndarray, want: np.ndarray) -> float:
+        if got.shape != want.shape or (self.exact and got.dtype != want.dtype):
+            return math.inf
+        if self.exact:
+            bits = np.dtype(f"uint{8 * want.dtype.itemsize}")
+            return float(np.mean(got.view(bits) != want.view(bits)))
+        got = got.astype(np.float64)
+        certain = (want == 0) | np.isinf(want)
+        if not np.array_equal(got[certain], want[certain]):
+            return math.inf
+        got, want = got[~certain], want[~certain]
+        largest = np.abs(want).max(initial=np.finfo(np.float32).tiny)
+        return float(np.abs(got - want).max(initial=0) / largest)
 
     def __call__(
         self,
@@ -138,27 +164,6 @@ class Kernel:
         if interpret:
             options["interpret"] = plgpu.InterpretGPUParams()
         return functools.partial(self.implementations["mosaic"], **options)
-
-
-def relative_error(got: Any, want: Any) -> float:
-    """The largest error of a result relative to the largest value of its reference.
-
-    Of several results, that of the worst. Infinite where the reference is 0 or infinite and the
-    result is anything else: rows without a token are zero, not small.
-    Raises: ValueError for another number of results, or another shape.
-    """
-    worst = 0.0
-    for result, reference in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        values = np.asarray(result).astype(np.float64)
-        if values.shape != reference.shape:
-            raise ValueError(f"result: expected shape {reference.shape}, got {values.shape}")
-        exact = (reference == 0) | np.isinf(reference)
-        if not np.array_equal(values[exact], reference[exact]):
-            return math.inf
-        values, reference = values[~exact], reference[~exact]
-        largest = np.abs(reference).max(initial=np.finfo(np.float32).tiny)
-        worst = np.maximum(worst, np.abs(values - reference).max(initial=0) / largest)
-    return float(worst)
 
 
 def device_kind() -> str | None:

@@ -15,7 +15,11 @@ MAX_LINES = 500
 # Low to high. A module of jinfire imports only from the rows above its own in this table, which
 # are lower levels; never from its own row.
 LEVELS: tuple[tuple[str, ...], ...] = (
-    ("errors", "checks", "supersequence"),
+    ("errors", "checks", "supersequence", "unweight.vectors"),
+    ("unweight.kernels",),
+    ("unweight.tiles",),
+    ("unweight.coding",),
+    ("unweight.codec", "unweight.device"),
     ("request", "config", "weights", "progress", "template"),
     ("tokenizer", "metrics", "fetch", "text", "packing", "kvcache.page_table"),
     ("kvcache.page_set", "layers.linear", "layers.rope", "layers.routing"),
@@ -55,7 +59,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
 )
 LEVEL = {name: level for level, row in enumerate(LEVELS) for name in row}
 # Packages whose __init__ is a docstring.
-LEVEL |= dict.fromkeys(("kvcache", "layers", "planner", "programs"), 0)
+LEVEL |= dict.fromkeys(("kvcache", "layers", "planner", "programs", "unweight"), 0)
 
 # Host arithmetic that is tested, and could be replayed, without a device.
 HOST_ONLY = (
