@@ -60,7 +60,7 @@ class Runner:
         groups = split_devices(specs, devices)
         # An impossible one is refused before any weight is read.
         layouts = [
-            StageLayout(source.config, spec, latents)
+            StageLayout(source.config, spec, latents=latents)
             for spec, latents in zip(specs, placement.latents, strict=False)
         ]
         for layout in layouts:

@@ -19,7 +19,8 @@ from sharding import MeshSpec
 def test_split_latents_by_hand() -> None:
     spec = MeshSpec(tensor=2, expert=4)
     whole, split = (
-        Footprint(StageLayout(TINY_MOE, spec, latents)) for latents in ("replicated", "split")
+        Footprint(StageLayout(TINY_MOE, spec, latents=latents))
+        for latents in ("replicated", "split")
     )
     assert whole.kv_bytes_per_token == {"full": 3 * (24 + 4) * 2}
     assert split.kv_bytes_per_token == {"full": 3 * (24 + 4) * 2 / 8}

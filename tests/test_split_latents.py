@@ -402,7 +402,7 @@ def test_pages_that_do_not_split() -> None:
     message = "pages of 6 tokens cannot be split over the 4 devices of a stage; valid sizes: 4, 8,"
     with pytest.raises(ValueError, match=re.escape(message)):
         Engine(tiny_source(LATENT, 1), placement=placement, config=config(page_size=6))
-    layout = StageLayout(LATENT, MeshSpec(tensor=8), "split")
+    layout = StageLayout(LATENT, MeshSpec(tensor=8), latents="split")
     assert (layout.page_slots(64), layout.kv_heads, layout.device_kv_heads) == (8, 1, 1)
 
 

@@ -141,7 +141,7 @@ def stored_itemsize(spec: ParamSpec, itemsize: int) -> int:
 
 
 def _layout(config: ModelConfig, phase: str, spec: MeshSpec, latents: str) -> dict[str, Any]:
-    layout = StageLayout(config, spec, latents)
+    layout = StageLayout(config, spec, latents=latents)
     logical = abstract_tree(config)
 
     def weight_bytes(itemsize: int) -> int:

@@ -265,7 +265,7 @@ class _Asked:
         single = spec.tensor * spec.expert == 1
         for latents in self.latents[:1] if single else self.latents:
             try:
-                layout = StageLayout(self.config, spec, latents)
+                layout = StageLayout(self.config, spec, latents=latents)
                 layout.page_slots(self.load.page_size)
             except ValueError as error:
                 yield Refused(layout_of(spec), str(error), latents)
@@ -287,7 +287,7 @@ def _latents_choices(config: ModelConfig, latents: str) -> tuple[str, ...]:
         return LATENTS if config.latent is not None else LATENTS[:1]
     if latents not in LATENTS:
         raise ValueError(f"latents: expected one of {', '.join(LATENTS)}, {AUTO}, got {latents!r}")
-    StageLayout(config, MeshSpec(), latents)
+    StageLayout(config, MeshSpec(), latents=latents)
     return (latents,)
 
 

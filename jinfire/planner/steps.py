@@ -44,7 +44,7 @@ def compile_steps(document: dict[str, Any]) -> Compiled:
             prefill_rows=load.prefill_rows,
             chunk=load.chunk,
         ),
-        document["latents"],
+        latents=document["latents"],
     )
     compiler = Compiler()
     kernels: collections.Counter[str] = collections.Counter()

@@ -59,7 +59,10 @@ class AbstractPrograms:
         latents: str = LATENTS[0],
     ) -> None:
         self.sizes = sizes
-        layout, mesh = StageLayout(config, mesh_spec, latents), make_mesh(mesh_spec, devices)
+        layout, mesh = (
+            StageLayout(config, mesh_spec, latents=latents),
+            make_mesh(mesh_spec, devices),
+        )
         layout.page_slots(sizes.page_size)
         self.model = MeshModel(layout, mesh, {}, CompileLog(), dtype)
 
