@@ -102,7 +102,7 @@ def _error(kernel: Kernel, spec: Any, dtype: str, options: Row) -> Row:
     call = jax.jit(lambda *args: kernel(*args, **options, **spec.static))
     # By default a GPU rounds float32 to TF32 before it multiplies.
     with jax.default_matmul_precision("highest" if dtype == "float32" else None):
-        error = kernel.error(np.asarray(call(*arrays.values())), want)
+        error = kernel.error(call(*arrays.values()), want)
     return {"relative_error": error, "right": error <= kernel.tolerance[dtype]}
 
 

@@ -21,7 +21,10 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class KVCapacityConfig:
-    """One model on one layout. `layout` None is what somebody else published of theirs."""
+    """One model on one layout. `layout` None is what somebody else published of theirs.
+
+    `latents` says whether every device of a stage holds all of the latents or a part of them.
+    """
 
     model: str
     gpus: str
@@ -30,6 +33,7 @@ class KVCapacityConfig:
     context: int = 8192
     chunk: int = 1024
     dtype: str = "bfloat16"
+    latents: str = "replicated"
     verify: bool = True
 
 
@@ -65,6 +69,12 @@ def configs(smoke: bool) -> list[AnyConfig]:
         return [
             KVCapacityConfig("smollm2-135m", "1xH100", (1, 1, 1), **small, verify=False),
             KVCapacityConfig("llama-4-scout", "2xH200", (1, 2, 1), **small, verify=False),
+            *(
+                KVCapacityConfig(
+                    "kimi-k2.5", "8xH100", (1, 8, 1), **small, verify=False, latents=latents
+                )
+                for latents in ("replicated", "split")
+            ),
             KVCapacityConfig("llama-4-scout", "2xH200", None),
             *(UnweightCapacityConfig("smollm2-135m", "1xH100", form, **small) for form in FORMS),
         ]
@@ -79,6 +89,10 @@ def configs(smoke: bool) -> list[AnyConfig]:
         KVCapacityConfig(model, gpus, layout)
         for (model, gpus), choices in layouts.items()
         for layout in choices
+    ]
+    split = [
+        KVCapacityConfig("kimi-k2.5", "8xH100", layout, latents="split")
+        for layout in ((1, 8, 1), (2, 4, 1), (1, 1, 8))
     ]
     # Scout and DeepSeek-V3 are all bfloat16 here; of Kimi's 4-bit experts only "huffman" codes
     # the values and their scales.
@@ -95,7 +109,7 @@ def configs(smoke: bool) -> list[AnyConfig]:
         )
         for form in FORMS
     ]
-    return [*own, *itertools.starmap(_published, PUBLISHED), *coded]
+    return [*own, *split, *itertools.starmap(_published, PUBLISHED), *coded]
 
 
 def _published(model: str, gpus: str) -> KVCapacityConfig:
@@ -138,6 +152,7 @@ def _plan(config: KVCapacityConfig) -> Measured:
         config.gpus,
         layout=config.layout,
         dtype=config.dtype,
+        latents=config.latents,
         verify=config.verify,
         rows=config.rows,
         context=config.context,
@@ -217,7 +232,7 @@ def table(rows: Sequence[Row]) -> Table:
         cells = (
             config["model"],
             config["gpus"],
-            "Infire" if cited else row["placement"],
+            "Infire" if cited else _layout(row),
             "yes" if cited else number(values["fits"]),
             _gib(values.get("weights_bytes")),
             _gib(temp),
@@ -240,11 +255,17 @@ def table(rows: Sequence[Row]) -> Table:
         rows=tuple(lines),
         notes=(
             "Infire's figures are what Cloudflare published; the rows and contexts that they hold "
-            "for are not known. Ours leave 1.5 GiB of every GPU free.",
+            "for are not known. Ours leave 1.5 GiB of every GPU free. Latents are whole on every "
+            "device of a stage, or split over them where the layout says so.",
             *provenance(rows),
         ),
         numeric=frozenset(range(4, 8)),
     )
+
+
+def _layout(row: Row) -> str:
+    split = row["config"].get("latents") == "split"
+    return row["placement"] + (", latents split" if split else "")
 
 
 def unweight_table(rows: Sequence[Row]) -> Table:

@@ -155,6 +155,10 @@ Layout = Sequence[int]
 
 KV_CODECS = ("none", "unweight")
 
+SPLIT = "split"
+LATENTS = ("replicated", SPLIT)
+"""What the devices of a stage hold of the latents (MLA): all of them each, or a part each."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
@@ -163,11 +167,13 @@ class Placement:
     Layouts are (pipeline, tensor) or (pipeline, tensor, expert). `decode=None` is colocated: both
     phases share one mesh and one page pool, and the handoff is the identity. `kv_codec` is "none",
     or "unweight": pages cross the meshes in fewer bytes and arrive bit for bit.
+    `latents` is one of `LATENTS` for all meshes, or one for the prefill and one for the decode.
     """
 
     prefill: sharding.MeshSpec
     decode: sharding.MeshSpec | None = None
     kv_codec: str = "none"
+    latents: str | tuple[str, str] = LATENTS[0]
 
     def __post_init__(self) -> None:
         allowed = KV_CODECS if self.decode else KV_CODECS[:1]
@@ -177,16 +183,42 @@ class Placement:
                 f"kv_codec: expected {' or '.join(map(repr, allowed))} on {where}, "
                 f"got {self.kv_codec!r}"
             )
+        expected = f"one of {', '.join(LATENTS)}, or one for each phase"
+        convert_field(self, "latents", expected, _latents_of_phases)
+        if self.decode is None and self.prefill_latents != self.decode_latents:
+            raise ValueError(
+                f"Placement.latents: expected one for both phases on one mesh, got {self.latents}"
+            )
+        if SPLIT in self.latents and self.kv_codec != "none":
+            raise ValueError(
+                f"kv_codec: expected 'none' with split latents, whose parts cross the meshes as "
+                f"they are, got {self.kv_codec!r}"
+            )
 
     @classmethod
-    def colocated(cls, layout: Layout = (1, 1)) -> Self:
+    def colocated(cls, layout: Layout = (1, 1), *, latents: str = LATENTS[0]) -> Self:
         """Both phases on one mesh."""
-        return cls(_mesh_spec(layout))
+        return cls(_mesh_spec(layout), latents=latents)
 
     @classmethod
-    def disaggregated(cls, prefill: Layout, decode: Layout, kv_codec: str | None = None) -> Self:
+    def disaggregated(
+        cls,
+        prefill: Layout,
+        decode: Layout,
+        kv_codec: str | None = None,
+        *,
+        latents: str | tuple[str, str] = LATENTS[0],
+    ) -> Self:
         """Prefill and decode on disjoint meshes."""
-        return cls(_mesh_spec(prefill), _mesh_spec(decode), kv_codec or "none")
+        return cls(_mesh_spec(prefill), _mesh_spec(decode), kv_codec or "none", latents)
+
+    @property
+    def prefill_latents(self) -> str:
+        return self.latents[0]
+
+    @property
+    def decode_latents(self) -> str:
+        return self.latents[1]
 
     @property
     def is_colocated(self) -> bool:
@@ -202,9 +234,22 @@ class Placement:
 
     def __str__(self) -> str:
         if self.decode is None:
-            return f"colocated {self.prefill}"
+            return f"colocated {self.prefill}{_split_text(self.prefill_latents)}"
         coded = "" if self.kv_codec == "none" else f", KV by {self.kv_codec}"
-        return f"prefill {self.prefill} + decode {self.decode}{coded}"
+        prefill = f"{self.prefill}{_split_text(self.prefill_latents)}"
+        decode = f"{self.decode}{_split_text(self.decode_latents)}"
+        return f"prefill {prefill} + decode {decode}{coded}"
+
+
+def _latents_of_phases(value: Any) -> tuple[str, str]:
+    prefill, decode = (value, value) if isinstance(value, str) else value
+    if prefill not in LATENTS or decode not in LATENTS:
+        raise ValueError(f"expected {LATENTS}, got {value}")
+    return prefill, decode
+
+
+def _split_text(latents: str) -> str:
+    return " (latents split)" if latents == SPLIT else ""
 
 
 def _mesh_spec(layout: Layout) -> sharding.MeshSpec:

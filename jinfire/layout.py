@@ -14,7 +14,7 @@ import math
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jinfire.config import LayerSpec, ModelConfig
+from jinfire.config import LATENTS, SPLIT, LayerSpec, ModelConfig
 from jinfire.models.spec import ParamSpec, Skeleton, abstract_tree, skeleton
 from jinfire.supersequence import common_supersequence
 from jinfire.unweight.policy import DECOMPRESSED, Choice, UnweightPolicy
@@ -94,16 +94,25 @@ class PhysicalTensor:
 class StageLayout:
     """A model on a mesh of a given shape, its weights compressed as `unweight` says.
 
+    `latents` is one of `LATENTS`: on every device of a stage, or each page's slots split over them.
     Raises: ValueError when heads, MLP width or layers cannot be split that way, with the sizes
-    that can.
+    that can; for split latents of a model that has none.
     """
 
     config: ModelConfig
     mesh_spec: MeshSpec
     unweight: UnweightPolicy | None = None
+    latents: str = LATENTS[0]
 
     def __post_init__(self) -> None:
         config, spec = self.config, self.mesh_spec
+        if self.latents not in LATENTS:
+            raise ValueError(f"latents: expected one of {LATENTS}, got {self.latents!r}")
+        if self.latents == SPLIT and config.latent is None:
+            raise ValueError(
+                f"latents={SPLIT!r}: expected a model with latent attention, got family "
+                f"{config.family!r}, whose KV heads are split already; leave latents out"
+            )
         kinds = {layer.mlp for layer in config.layers}
         widths = {"mlp_width": config.mlp_width} if "dense" in kinds else {}
         experts = config.experts
@@ -182,9 +191,43 @@ class StageLayout:
         return self.mesh_spec.expert * self.mesh_spec.tensor
 
     @property
+    def slot_parts(self) -> int:
+        """Devices of a stage over which the slots of every page are split."""
+        return self.shards if self.latents == SPLIT else 1
+
+    @property
+    def head_parts(self) -> int:
+        """Devices of a stage over which KV heads are split, or copied where there are fewer."""
+        return self.shards // self.slot_parts
+
+    @property
+    def splits_latents(self) -> bool:
+        """Whether a device holds a part of every page of latents."""
+        return self.slot_parts > 1
+
+    def page_slots(self, page_size: int) -> int:
+        """Slots of a page of so many tokens on one device; device d of a stage has the d-th part.
+
+        Raises: ValueError for a page that does not split, with the sizes that do.
+        """
+        parts = self.slot_parts
+        if page_size % parts:
+            sizes = ", ".join(str(parts * n) for n in (1, 2, 4, 8))
+            raise ValueError(
+                f"page_size: the latents of pages of {page_size} tokens cannot be split over the "
+                f"{parts} devices of a stage; valid sizes: {sizes} and other multiples of {parts}"
+            )
+        return page_size // parts
+
+    @property
     def kv_heads(self) -> int:
-        """KV heads as stored: replicated up to one per device of a stage."""
-        return max(self.config.cached_heads, self.shards)
+        """KV heads as stored: replicated up to one per device that has heads of its own."""
+        return max(self.config.cached_heads, self.head_parts)
+
+    @property
+    def device_kv_heads(self) -> int:
+        """KV heads on one device."""
+        return self.kv_heads // self.head_parts
 
     @property
     def padded_vocab(self) -> int:

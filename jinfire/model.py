@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from jinfire.checkpoints import TensorSource, load_tokenizer, open_checkpoint, save
+from jinfire.layout import StageLayout
 from jinfire.programs.forward import forward_program
 from jinfire.programs.runtime import CompileLog, MeshModel
 from jinfire.tokenizer import Tokenizer
@@ -34,9 +35,8 @@ class Model:
         policy = as_policies(unweight).prefill
         self.config = source.config
         self.tokenizer = tokenizer
-        self._model = MeshModel.load(
-            source, MeshSpec(), devices, parse_dtype(dtype), CompileLog(), "weights", policy
-        )
+        layout = StageLayout(source.config, MeshSpec(), policy)
+        self._model = MeshModel.load(source, layout, devices, parse_dtype(dtype), CompileLog())
         self._forward = forward_program(self._model, hidden_states=False)
         self._forward_hidden = forward_program(self._model, hidden_states=True)
 

@@ -61,13 +61,18 @@ class Runner:
         specs = [placement.prefill, *([placement.decode] if placement.decode else [])]
         groups = split_devices(specs, devices)
         policies = _policies(unweight, len(specs), dtype)
-        for spec in specs:  # an impossible one is refused before any weight is read
-            StageLayout(source.config, spec)
+        # An impossible one is refused before any weight is read.
+        layouts = [
+            StageLayout(source.config, spec, policy, latents=latents)
+            for spec, policy, latents in zip(specs, policies, placement.latents, strict=False)
+        ]
+        for layout in layouts:
+            layout.page_slots(config.page_size)
         self._groups = kv_groups(source.config, config)
         names = ["weights"] if len(specs) == 1 else ["prefill weights", "decode weights"]
         models = [
-            MeshModel.load(source, spec, group, dtype, self.log, name, policy)
-            for spec, group, name, policy in zip(specs, groups, names, policies, strict=True)
+            MeshModel.load(source, layout, group, dtype, self.log, name)
+            for layout, group, name in zip(layouts, groups, names, strict=True)
         ]
         self.prefill_model, self.decode_model = models[0], models[-1]
         self._models = models
@@ -76,7 +81,9 @@ class Runner:
         self._prefill = prefill_program(self.prefill_model)
         self._decode: dict[tuple[int, int], Program] = {}
         rings = {group.name: group.ring for group in self._groups}
-        self._handoff = Handoff(self.prefill_model, self.decode_model, rings, placement.kv_codec)
+        self._handoff = Handoff(
+            *(self.prefill_model, self.decode_model, rings, config.page_size, placement.kv_codec)
+        )
 
     def reset(self) -> None:
         """Empty pools and rows: at the start, and after a step that was broken off."""

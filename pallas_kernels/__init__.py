@@ -21,7 +21,12 @@ from pallas_kernels.int4_matmul import (
 )
 from pallas_kernels.kernel import ArgSpec, Kernel
 from pallas_kernels.kv_codec import decode_kv, encode_kv, merge_kv
-from pallas_kernels.latent_attention import LATENT_ATTENTION, latent_attention
+from pallas_kernels.latent_attention import (
+    LATENT_ATTENTION,
+    join_parts,
+    latent_attention,
+    latent_attention_part,
+)
 from pallas_kernels.paged_attention import PAGED_ATTENTION, paged_attention, write_pages
 from pallas_kernels.prefill_attention import PREFILL_ATTENTION, prefill_attention
 from pallas_kernels.toolchain import ToolchainMissing, run_python
@@ -89,6 +94,8 @@ __all__ = [
     # operations
     "paged_attention",
     "latent_attention",
+    "latent_attention_part",
+    "join_parts",
     "expanded_latent_attention",
     "prefill_attention",
     "grouped_matmul",

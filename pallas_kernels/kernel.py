@@ -54,7 +54,8 @@ class ArgSpec:
 class Kernel:
     """Operation with a float64 NumPy reference and interchangeable implementations.
 
-    `tolerance` maps every dtype that the kernel is for to the largest `error`.
+    `tolerance` maps every dtype that the kernel is for to the largest `error`. The result is one
+    array, or a tuple of them where the static arguments ask for more.
     `flops` and `bytes` take the arguments and count the least work that the operation needs.
     `unsupported` takes the arguments, or their shapes, and says why the Mosaic form does not take
     them; None where it does. `blocks` is the dataclass of the Mosaic form's block sizes, whose
@@ -63,8 +64,8 @@ class Kernel:
     """
 
     name: str
-    reference: Callable[..., np.ndarray]
-    implementations: Mapping[str, Callable[..., jax.Array]]
+    reference: Callable[..., Any]
+    implementations: Mapping[str, Callable[..., Any]]
     arg_specs: tuple[ArgSpec, ...]
     tolerance: Mapping[str, float]
     flops: Callable[..., int]
@@ -74,21 +75,28 @@ class Kernel:
     space: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     exact: bool = False
 
-    def error(self, got: np.ndarray, want: np.ndarray) -> float:
+    def error(self, got: Any, want: Any) -> float:
         """Largest error relative to the largest reference value; of an exact kernel, the share of
-        values whose bits differ.
+        values whose bits differ. Of several results, that of the worst.
 
-        Infinite where zero is right, as for a row without a token, and something small came.
+        Infinite where zero is right, as for a row without a token, and something small came, and
+        where one of both is infinite.
         """
+        results = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+        return float(np.max([self._error(np.asarray(x), np.asarray(y)) for x, y in results]))
+
+    def _error(self, got: np.ndarray, want: np.ndarray) -> float:
+        if got.shape != want.shape or (self.exact and got.dtype != want.dtype):
+            return math.inf
         if self.exact:
-            if got.dtype != want.dtype or got.shape != want.shape:
-                return math.inf
             bits = np.dtype(f"uint{8 * want.dtype.itemsize}")
             return float(np.mean(got.view(bits) != want.view(bits)))
-        got, want = got.astype(np.float64), np.asarray(want)
-        if got[want == 0].any():
+        got = got.astype(np.float64)
+        certain = (want == 0) | np.isinf(want)
+        if not np.array_equal(got[certain], want[certain]):
             return math.inf
-        largest = max(np.abs(want).max(initial=0), np.finfo(np.float32).tiny)
+        got, want = got[~certain], want[~certain]
+        largest = np.abs(want).max(initial=np.finfo(np.float32).tiny)
         return float(np.abs(got - want).max(initial=0) / largest)
 
     def __call__(
@@ -98,7 +106,7 @@ class Kernel:
         blocks: Any = None,
         interpret: bool = False,
         **static: Any,
-    ) -> jax.Array:
+    ) -> Any:
         """Result of the named implementation, else of the best one for the device in use.
 
         The choice falls where the program is lowered, so a program compiled for an absent GPU
@@ -138,7 +146,7 @@ class Kernel:
         near = [(d, i) for i, e in enumerate(entries) if (d := _distance(shapes, e)) < math.inf]
         return self.blocks(**entries[min(near)[1]]["blocks"]) if near else self.blocks()
 
-    def _dispatch(self, args: tuple[Any, ...], static: Mapping[str, Any]) -> jax.Array:
+    def _dispatch(self, args: tuple[Any, ...], static: Mapping[str, Any]) -> Any:
         default = functools.partial(self.implementations["xla"], **static)
         kind = device_kind()
         other = kind is not None and not is_hopper(kind)
@@ -149,7 +157,7 @@ class Kernel:
 
     def _mosaic(
         self, blocks: Any, interpret: bool, static: Mapping[str, Any]
-    ) -> Callable[..., jax.Array]:
+    ) -> Callable[..., Any]:
         options = dict(static)
         if blocks is not None:
             options["blocks"] = blocks

@@ -1,10 +1,9 @@
 """Mosaic form of latent attention, for Hopper."""
 
-import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,140 +11,27 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-# Tokens in a KV block and queries in a tile: the rows of one WGMMA.
-BLOCK = 64
-TILE = 64
-# KV blocks in shared memory. Beside the queries there is no room for a third.
-SLOTS = 2
-# A compiler that sees that a row has two blocks at most unrolls the loop over them, and spills.
-# Lengths in so short a table are clipped outside the kernel, where it cannot see it.
-SHORT_TABLE = 4 * BLOCK
+from pallas_kernels.latent_attention_plan import (
+    BLOCK,
+    DEFAULT_BLOCKS,
+    NOTHING,
+    PROCESSORS,
+    SHORT_TABLE,
+    SLOTS,
+    SPLITS_AT_ONCE,
+    TILE,
+    LatentBlocks,
+    Plan,
+    Work,
+    ceil_div,
+    make_plan,
+)
+
 # Registers of a computing and of the loading thread: as many in all as the launch has, 3 x 168.
 REGISTERS = (232, 40)
-# Splits whose outputs the combine step reads at once.
-SPLITS_AT_ONCE = 8
-# Streaming multiprocessors of an H100 or H200. Each holds one CTA of this kernel.
-PROCESSORS = 132
-
-# The largest score of a query that has seen nothing. Masked scores are -inf, which may not become
-# the maximum: the difference of two would be NaN.
-NOTHING = -1e30
 
 WGMMA = plgpu.Layout.WGMMA
 ROWS = WGMMA.reduce(1)
-
-
-@dataclasses.dataclass(frozen=True)
-class LatentBlocks:
-    """How a row's KV is split.
-
-    A split has `split_tokens` tokens, or more where a row would have over `max_splits`. Each split
-    of a row that has several writes float32 outputs of all heads and reads them back; memory is
-    set aside for `max_splits` of every row.
-    """
-
-    split_tokens: int = 2048
-    max_splits: int = 32
-
-
-SPACE = {"split_tokens": (512, 1024, 2048, 4096), "max_splits": (16, 32, 64)}
-
-
-class _Work(NamedTuple):
-    """One item of work: the queries of one tile, and `count` KV blocks from block `first` on."""
-
-    row: Any
-    split: Any
-    tile: Any
-    tile_rows: Any
-    length: Any
-    first: Any
-    count: Any
-    alone: Any  # the row has no other split
-
-    def tokens_from(self, block: Any) -> Any:
-        """Tokens of the row from a block of this part on."""
-        return self.length - (self.first + block) * BLOCK
-
-
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-    """Sizes of one call. Static shapes alone decide them, so that no row depends on another."""
-
-    batch: int
-    tokens: int  # queries of one head
-    heads: int
-    tiles: int
-    rows: int  # of a tile that are in use, a multiple of 8: the granule of a swizzled tile
-    rank: int
-    width: int  # rank and rotary columns
-    pages: int
-    page_size: int
-    columns: int  # of the page table
-    splits: int
-    split_blocks: int
-    scale: float
-
-    @property
-    def padded_rows(self) -> int:
-        return self.tiles * self.rows
-
-    def row_blocks(self, length: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """KV blocks of a row, and how many of them a split takes.
-
-        Divisors are constants: a general division is a call, and calls spill registers.
-        """
-        count = _ceil_div(length, BLOCK)
-        return count, jnp.maximum(_ceil_div(count, self.splits), self.split_blocks)
-
-    def clip_length(self, length: jax.Array) -> jax.Array:
-        """Length within the table, or within `SHORT_TABLE` tokens where that is wider."""
-        return jnp.clip(length, 0, max(self.columns * self.page_size, SHORT_TABLE))
-
-    def items(self, lengths_B: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Row and split of every item [2, I], and where each row's items end [B].
-
-        A row has one item for each split with a token; a row of length 0 has one, for its zeros.
-        """
-        row_blocks_B, split_blocks_B = self.row_blocks(self.clip_length(lengths_B))
-        splits_B = jnp.maximum(_ceil_div(row_blocks_B, split_blocks_B), 1)
-        rows_B = jnp.arange(self.batch)
-        ends_B = jnp.sum(jnp.where(rows_B[None] <= rows_B[:, None], splits_B[None], 0), axis=1)
-        items_I = jnp.arange(self.batch * self.splits)
-        row_I = jnp.sum(ends_B[None] <= items_I[:, None], axis=1)
-        row_I = jnp.minimum(row_I, self.batch - 1)
-        return jnp.stack([row_I, items_I - (ends_B - splits_B)[row_I]]), ends_B
-
-    def work(self, length: Any, row: Any, split: Any, tile: Any) -> _Work:
-        length = self.clip_length(length)
-        row_blocks, split_blocks = self.row_blocks(length)
-        first = split * split_blocks
-        count = jnp.clip(row_blocks - first, 0, split_blocks)
-        alone = split_blocks >= row_blocks
-        tile_rows = pl.ds(tile * self.rows, self.rows)
-        return _Work(row, split, tile, tile_rows, length, first, count, alone)
-
-
-def _ceil_div(a: jax.Array, b: Any) -> jax.Array:
-    """Quotient of int32 scalars that are not negative, rounded up."""
-    return lax.div(a + b - 1, jnp.full_like(a, b))
-
-
-def _make_plan(
-    query: Any, latent_pages: Any, page_table: Any, scale: float, rank: int, blocks: LatentBlocks
-) -> _Plan:
-    B, W = page_table.shape
-    P, Z, _, D = latent_pages.shape
-    tokens, heads = (1, query.shape[1]) if query.ndim == 3 else query.shape[1:3]
-    tiles = -(-tokens * heads // TILE)
-    rows = -(-tokens * heads // (8 * tiles)) * 8
-    # Were all rows as long as the table is wide, this many splits would fill the chip: a small
-    # batch takes shorter splits than `blocks` says.
-    fill = -(-PROCESSORS // (B * tiles))
-    table_blocks = -(-W * Z // BLOCK)
-    split_blocks = min(max(-(-table_blocks // fill), 4), max(blocks.split_tokens // BLOCK, 1))
-    splits = min(-(-table_blocks // split_blocks), max(fill, blocks.max_splits))
-    return _Plan(B, tokens, heads, tiles, rows, rank, D, P, Z, W, splits, split_blocks, scale)
 
 
 def latent_attention_mosaic(
@@ -156,16 +42,17 @@ def latent_attention_mosaic(
     *,
     scale: float,
     rank: int,
-    blocks: LatentBlocks = LatentBlocks(),
+    with_lse: bool = False,
+    blocks: LatentBlocks = DEFAULT_BLOCKS,
     interpret: Any = False,
-) -> jax.Array:
+) -> Any:
     """Latent attention on a Hopper GPU, split over each row's KV length.
 
     A list of the parts of rows that have tokens is made first; it is the same in all layers. One
     launch works through it. Where the table is wide enough for splits, another one combines those
     of the rows that have several.
     """
-    plan = _make_plan(query, latent_pages, page_table_BW, scale, rank, blocks)
+    plan = make_plan(query, latent_pages, page_table_BW, scale, rank, blocks, with_lse)
     rows = plan.tokens * plan.heads
     query_BMD = query.reshape(plan.batch, rows, plan.width)
     if plan.padded_rows != rows:
@@ -176,15 +63,33 @@ def latent_attention_mosaic(
     out_BMC, *parts = _attend(plan, interpret)(
         query_BMD, pool_PZD, page_table_BW, lengths_B, *plan.items(lengths_B)
     )
-    if parts:
+    if plan.splits > 1:
         # Rows with one split are done: the second launch writes the others in place.
         out_ref = jax.new_ref(out_BMC)
         _combine(plan, interpret)(*parts, lengths_B, out_ref)
         out_BMC = jax.freeze(out_ref)
-    return out_BMC[:, :rows].reshape(*query.shape[:-1], rank)
+    out = out_BMC[:, :rows].reshape(*query.shape[:-1], rank)
+    if not with_lse:
+        return out
+    lse_BM = _log_sums(plan, parts[-1], lengths_B)
+    return out, lse_BM[:, :rows].reshape(query.shape[:-1])
 
 
-def _attend(plan: _Plan, interpret: Any) -> Callable[..., Any]:
+def _log_sums(plan: Plan, sums_BXQM: jax.Array, lengths_B: jax.Array) -> jax.Array:
+    """Natural logarithm of each query's sum of weights over all splits, -inf for none: [B, M].
+
+    `sums` are base 2, by split and tile; those of splits that a row does not have were not written.
+    """
+    splits_X = jnp.arange(plan.splits, dtype=jnp.int32)
+    there = splits_X[None, :] < plan.row_splits(lengths_B)[:, None]
+    sums = jnp.where(there[:, :, None, None], sums_BXQM, NOTHING)
+    top_BQM = jnp.max(sums, axis=1)
+    total_BQM = jnp.sum(jnp.exp2(sums - top_BQM[:, None]), axis=1)
+    lse = jnp.where(top_BQM > NOTHING, (top_BQM + jnp.log2(total_BQM)) * math.log(2), -jnp.inf)
+    return lse[:, :, : plan.rows].reshape(plan.batch, plan.padded_rows)
+
+
+def _attend(plan: Plan, interpret: Any) -> Callable[..., Any]:
     """Attention of one tile of queries to one split of a row's KV, for every tile, split and row.
 
     As many CTAs as the chip holds share the items of work evenly; splits that a short row does not
@@ -199,7 +104,7 @@ def _attend(plan: _Plan, interpret: Any) -> Callable[..., Any]:
     by token.
 
     A row with one split writes its output; the splits of others write theirs in float32, with the
-    base-2 logarithm of the sum of weights.
+    base-2 logarithm of the sum of weights. Where that is a result, every item writes it.
 
     Bounds: 64 queries cost 2200 cycles of tensor cores a block, its 72 KB 3600 cycles of an SM's
     share of an H200's memory: products and softmax may follow one another as long as loads go on.
@@ -212,6 +117,7 @@ def _attend(plan: _Plan, interpret: Any) -> Callable[..., Any]:
     pages_in_block, tokens_of_page = max(1, BLOCK // Z), min(Z, BLOCK)
     base2 = plan.scale * math.log2(math.e)
     ctas = min(PROCESSORS, plan.batch * plan.splits * plan.tiles)
+    keeps_sums = plan.splits > 1 or plan.with_lse
 
     def body(
         query_ref, pool_ref, table_ref, lengths_ref, items_ref, ends_ref, out_ref, *parts,
@@ -220,7 +126,7 @@ def _attend(plan: _Plan, interpret: Any) -> Callable[..., Any]:
     ):  # fmt: skip
         (query_s, out_s), (kv_s, part_s) = queries_s, latents_s
 
-        def load(work: _Work):
+        def load(work: Work):
             plgpu.copy_gmem_to_smem(
                 query_ref.at[work.row, work.tile_rows],
                 query_s.at[0, pl.ds(0, plan.rows)],
@@ -276,7 +182,7 @@ def _attend(plan: _Plan, interpret: Any) -> Callable[..., Any]:
                 plgpu.WGMMAAccumulatorRef.init(out)
             )
 
-        def lead(work: _Work):
+        def lead(work: Work):
             """Scores and softmax, and the left half of the output."""
             plgpu.barrier_wait(queries_loaded)
             # Query r is a head of token r // N; the row's last token sees all.
@@ -314,13 +220,13 @@ def _attend(plan: _Plan, interpret: Any) -> Callable[..., Any]:
             pl.when(work.count > 0)(partial(plgpu.barrier_wait, taken))
             share = jnp.where(total > 0, 1 / total, 0.0)
             shrink_s[...] = share
-            if parts:
+            if keeps_sums:
                 sums_s[...] = jnp.where(total > 0, top + jnp.log2(total), NOTHING)
             plgpu.commit_smem()
             plgpu.barrier_arrive(weighed)
             write(work, out, share, 0)
 
-        def follow(work: _Work):
+        def follow(work: Work):
             """The right half of the output."""
 
             def step(i, out):
@@ -338,7 +244,7 @@ def _attend(plan: _Plan, interpret: Any) -> Callable[..., Any]:
             plgpu.barrier_wait(weighed)
             write(work, out, plgpu.load(shrink_s, layout=ROWS), 1)
 
-        def write(work: _Work, out, share, side):
+        def write(work: Work, out, share, side):
             """Stores half of the output, by way of shared memory that nobody reads any more."""
             out = out * lax.broadcast_in_dim(share, out.shape, [0])
             columns = pl.ds(side * half, half)
@@ -350,16 +256,20 @@ def _attend(plan: _Plan, interpret: Any) -> Callable[..., Any]:
                     stage.at[side, pl.ds(0, plan.rows)], target.at[work.tile_rows, columns]
                 )
 
-            def copy_part():
-                part_ref, sums_ref = parts
-                copy_out(part_s, part_ref.at[work.row, work.split])
-                if side == 0:
-                    plgpu.copy_smem_to_gmem(sums_s, sums_ref.at[work.row, work.split, work.tile])
+            def copy_sums():
+                plgpu.copy_smem_to_gmem(sums_s, parts[-1].at[work.row, work.split, work.tile])
 
-            if parts:
+            def copy_part():
+                copy_out(part_s, parts[0].at[work.row, work.split])
+                if side == 0 and not plan.with_lse:
+                    copy_sums()
+
+            if plan.splits > 1:
                 lax.cond(work.alone, partial(copy_out, out_s, out_ref.at[work.row]), copy_part)
             else:
                 copy_out(out_s, out_ref.at[work.row])
+            if side == 0 and plan.with_lse:
+                copy_sums()
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.barrier_arrive(stored)
 
@@ -374,7 +284,7 @@ def _attend(plan: _Plan, interpret: Any) -> Callable[..., Any]:
                 set_registers()
                 items = ends_ref[plan.batch - 1] * plan.tiles
 
-                @pl.loop(0, _ceil_div(jnp.maximum(items - cta, 0), ctas))
+                @pl.loop(0, ceil_div(jnp.maximum(items - cta, 0), ctas))
                 def _(k):
                     item = cta + k * ctas
                     index = lax.div(item, jnp.int32(plan.tiles))
@@ -383,12 +293,11 @@ def _attend(plan: _Plan, interpret: Any) -> Callable[..., Any]:
                     role(plan.work(lengths_ref[row], row, split, tile))
 
     out_type = [jax.ShapeDtypeStruct((plan.batch, plan.padded_rows, C), jnp.bfloat16)]
+    shape = (plan.batch, plan.splits)
     if plan.splits > 1:
-        shape = (plan.batch, plan.splits)
-        out_type += [
-            jax.ShapeDtypeStruct((*shape, plan.padded_rows, C), jnp.float32),
-            jax.ShapeDtypeStruct((*shape, plan.tiles, TILE), jnp.float32),
-        ]
+        out_type.append(jax.ShapeDtypeStruct((*shape, plan.padded_rows, C), jnp.float32))
+    if keeps_sums:
+        out_type.append(jax.ShapeDtypeStruct((*shape, plan.tiles, TILE), jnp.float32))
     return plgpu.kernel(
         body,
         out_type=out_type,
@@ -443,7 +352,7 @@ def _product(a: Any, b: Any) -> jax.Array:
     return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((a.shape[0], b.shape[1])))
 
 
-def _combine(plan: _Plan, interpret: Any) -> Callable[..., Any]:
+def _combine(plan: Plan, interpret: Any) -> Callable[..., Any]:
     """Outputs of the rows that have several splits: one warpgroup for each query.
 
     Splits are read a few at once, to have as many loads in flight.
@@ -455,8 +364,8 @@ def _combine(plan: _Plan, interpret: Any) -> Callable[..., Any]:
         query, row = lax.axis_index("query"), lax.axis_index("row")
         tile, tile_row = lax.div(query, jnp.int32(plan.rows)), lax.rem(query, jnp.int32(plan.rows))
         row_blocks, split_blocks = plan.row_blocks(plan.clip_length(lengths_ref[row]))
-        splits = _ceil_div(row_blocks, split_blocks)
-        iterations = _ceil_div(splits, SPLITS_AT_ONCE)
+        splits = ceil_div(row_blocks, split_blocks)
+        iterations = ceil_div(splits, SPLITS_AT_ONCE)
 
         def several(i):
             """The splits of an iteration, the row's last one instead of those behind it."""

@@ -1,5 +1,7 @@
 """XLA form of latent attention: for every device, every dtype and every size of page."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -19,7 +21,8 @@ def latent_attention_xla(
     *,
     scale: float,
     rank: int,
-) -> jax.Array:
+    with_lse: bool = False,
+) -> Any:
     """Latent attention a block of tokens at a time, with an online softmax.
 
     Rows are sorted by length and worked through in chunks, each of which ends with its longest row:
@@ -39,8 +42,8 @@ def latent_attention_xla(
     order_Y = jnp.pad(order_B, (0, chunks * chunk - B))
     lengths_Y = jnp.pad(lengths_B[order_B], (0, chunks * chunk - B))
 
-    def attend(rows_X: jax.Array, lengths_X: jax.Array) -> jax.Array:
-        return _attend_rows(
+    def attend(rows_X: jax.Array, lengths_X: jax.Array) -> tuple[jax.Array, ...]:
+        results = _attend_rows(
             query.reshape(B, tokens * heads, D)[rows_X],
             latent_pages,
             page_table_BW[rows_X],
@@ -49,16 +52,24 @@ def latent_attention_xla(
             scale,
             rank,
         )
+        return results if with_lse else results[:1]
 
     if chunks == 1:
-        out_YMC = attend(order_Y, lengths_Y)
+        results = attend(order_Y, lengths_Y)
     else:
-        out_YMC = jax.lax.map(
+        results = jax.lax.map(
             lambda each: attend(*each),
             (order_Y.reshape(chunks, chunk), lengths_Y.reshape(chunks, chunk)),
-        ).reshape(chunks * chunk, tokens * heads, rank)
-    out_BMC = jnp.zeros((B, tokens * heads, rank), query.dtype).at[order_B].set(out_YMC[:B])
-    return out_BMC.reshape(*query.shape[:-1], rank)
+        )
+        results = [x.reshape(chunks * chunk, *x.shape[2:]) for x in results]
+    in_order = [
+        jnp.zeros((B, *x.shape[1:]), x.dtype)
+        .at[order_B]
+        .set(x[:B])
+        .reshape(*query.shape[:-1], *x.shape[2:])
+        for x in results
+    ]
+    return tuple(in_order) if with_lse else in_order[0]
 
 
 def _row_limits(lengths_X: jax.Array, tokens: int, heads: int) -> jax.Array:
@@ -75,8 +86,11 @@ def _attend_rows(
     limits_XM: jax.Array,
     scale: float,
     rank: int,
-) -> jax.Array:
-    """Attention of a chunk's rows, as far as its longest row goes: [X, M, C]."""
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of a chunk's rows, as far as its longest row goes.
+
+    Shapes: out [X, M, C], and the logarithm of the sum of weights [X, M], -inf for none.
+    """
     X, M, D = query_XMD.shape
     P, Z, _, _ = latent_pages.shape
     W = table_XW.shape[1]
@@ -117,8 +131,10 @@ def _attend_rows(
         jnp.zeros((X, M), jnp.float32),
         jnp.full((X, M), MASKED, jnp.float32),
     )
-    out_XMC, total_XM, _ = jax.lax.fori_loop(
+    out_XMC, total_XM, top_XM = jax.lax.fori_loop(
         0, -(-jnp.max(lengths_X) // block), attend_block, state
     )
-    out_XMC = out_XMC / jnp.where(total_XM > 0, total_XM, 1.0)[:, :, None]
-    return out_XMC.astype(query_XMD.dtype)
+    seen_XM = total_XM > 0
+    total_XM = jnp.where(seen_XM, total_XM, 1.0)
+    lse_XM = jnp.where(seen_XM, top_XM + jnp.log(total_XM), -jnp.inf)
+    return (out_XMC / total_XM[:, :, None]).astype(query_XMD.dtype), lse_XM

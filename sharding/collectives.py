@@ -59,7 +59,8 @@ _BRANCHES = re.compile(
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _LISTED_GROUP = re.compile(r"replica_groups=\{\{([\d,]+)\}")
 _IOTA_GROUP = re.compile(r"replica_groups=\[\d+,(\d+)\]<=")
-_MESH_GROUP = re.compile(r"replica_groups=mesh\[(?P<mesh>[^\]]*)\][^{]*\{(?P<axes>[^}]*)\}")
+_MESH_GROUP = re.compile(r"replica_groups=mesh\[(?P<sizes>[^\]]*)\] \{(?P<axes>[^}]*)\}")
+_AXIS = re.compile(r"'(\w+)'(?:=(\d+))?")
 _OPERAND = re.compile(r"\(\s*(?:[^%()]*?)%?([\w.\-]+)")
 
 
@@ -157,12 +158,13 @@ def _group_size(line: str, kind: str) -> int:
     if kind == "collective-permute":
         return 2  # a source and a target
     if found := _MESH_GROUP.search(line):
-        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", found["mesh"])}
-        return math.prod(sizes[axis] for axis in re.findall(r"'(\w+)'", found["axes"]))
-    if found := _IOTA_GROUP.search(line):
-        return int(found.group(1))
-    if found := _LISTED_GROUP.search(line):
-        return len(found.group(1).split(","))
+        # By name: of the axes of a mesh, over which the devices of a group lie.
+        sizes = {name: int(size) for name, size in _AXIS.findall(found["sizes"])}
+        return math.prod(sizes[name] for name, _ in _AXIS.findall(found["axes"]))
+    for pattern in (_IOTA_GROUP, _LISTED_GROUP):
+        if found := pattern.search(line):
+            text = found.group(1)
+            return len(text.split(",")) if pattern is _LISTED_GROUP else int(text)
     raise ValueError(f"{kind}: expected replica groups, got {line.strip()[:120]!r}")
 
 

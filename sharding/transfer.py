@@ -30,12 +30,15 @@ class Side:
     [stages@pipeline, slots, ..., heads@(expert, tensor), ...]. With more devices in a stage than kv
     heads, each head is kept on shards / num_kv_heads neighbours: the array has
     max(num_kv_heads, shards) heads, and head p is the model's head p * num_kv_heads // shards.
+    A `whole` block is not cut: every device of a stage has all num_kv_heads heads.
+    What is cut may be another dimension than heads, as long as it is the same on both sides.
     Raises: ValueError for a data axis, heads that do not divide, or layers of other stages.
     """
 
     mesh: jax.sharding.Mesh
     num_kv_heads: int
     layers: Placed
+    whole: bool = False
 
     def __post_init__(self) -> None:
         if self.mesh.axis_names != AXES or self.mesh.shape[DATA] != 1:
@@ -43,7 +46,8 @@ class Side:
                 f"transfer: expected a mesh with axes {AXES}, of which {DATA} has size 1; "
                 f"got {dict(self.mesh.shape)}"
             )
-        if self.num_kv_heads % self.shards and self.shards % self.num_kv_heads:
+        divides = self.num_kv_heads % self.shards == 0 or self.shards % self.num_kv_heads == 0
+        if not self.whole and not divides:
             raise ValueError(
                 f"transfer: {self.num_kv_heads} kv heads cannot be split over the {self.shards} "
                 "devices of a stage"
@@ -66,7 +70,7 @@ class Side:
     @property
     def head_shards(self) -> int:
         """Number of different head ranges on the devices of a stage."""
-        return min(self.num_kv_heads, self.shards)
+        return 1 if self.whole else min(self.num_kv_heads, self.shards)
 
     @property
     def replicas(self) -> int:
@@ -76,12 +80,17 @@ class Side:
     @property
     def physical_heads(self) -> int:
         """Size of the heads dimension of a block."""
-        return max(self.num_kv_heads, self.shards)
+        return self.num_kv_heads if self.whole else max(self.num_kv_heads, self.shards)
+
+    @property
+    def cuts_of_block(self) -> int:
+        """Parts of the heads dimension of a block, one for each device that has its own."""
+        return 1 if self.whole else self.shards
 
     def block_sharding(self, heads_dim: int) -> NamedSharding:
         """Sharding of a block whose dimension `heads_dim` holds the heads."""
-        spec = PartitionSpec(PIPELINE, *[None] * (heads_dim - 1), (EXPERT, TENSOR))
-        return NamedSharding(self.mesh, spec)
+        cut = () if self.whole else (*[None] * (heads_dim - 1), (EXPERT, TENSOR))
+        return NamedSharding(self.mesh, PartitionSpec(PIPELINE, *cut))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -204,7 +213,9 @@ class _Route:
         self.bytes = plan.num_layers * source.num_kv_heads * sum(per_head)
 
         # Where both sides cut everything alike, and no slot is empty, blocks go as they are.
-        alike = (source.layers, source.shards) == (target.layers, target.shards)
+        alike = all(
+            getattr(source, name) == getattr(target, name) for name in ("layers", "shards", "whole")
+        )
         self._direct = alike and len(plan.pieces) == source.stages * len(plan.source_cuts)
         if self._direct:
             return
@@ -230,7 +241,7 @@ class _Route:
             receiver = target.shards * target_stage + target.replicas * target_shard + replica
             arrivals[target_cut, leaf, target_part, receiver] = len(self._picks)
             array = (source_cut * count + leaf) * out_of + source_part
-            self._picks.append((array, sender + replica % source.replicas))
+            self._picks.append((array, sender + (unit + replica) % source.replicas))
             self._devices.append(target_devices[receiver])
 
         # Global shape and shards (a copy number, or zeros) of every array on the target.
@@ -242,7 +253,7 @@ class _Route:
             shape = [target.stages, stop - start, *first[leaf].shape[2:]]
             shape[heads_dim] = target.physical_heads // into
             local = [1, *shape[1:]]
-            local[heads_dim] = shape[heads_dim] // target.shards
+            local[heads_dim] = shape[heads_dim] // target.cuts_of_block
             zeros = functools.partial(plan.padding, tuple(local), first[leaf].dtype)
             numbers = [arrivals.get((cut, leaf, part, n)) for n in range(len(target_devices))]
             shards = [

@@ -45,7 +45,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("unweight.compress", "unweight.decompress"),
     ("unweight.verify", "unweight.describe"),
     ("kvcache.pages", "loading"),
-    ("programs.sampler", "programs.runtime"),
+    ("programs.sampler", "programs.runtime", "programs.split_latents"),
     ("programs.batch", "programs.page_codec", "planner.unweight"),
     ("programs.forward", "programs.prefill", "programs.decode", "programs.handoff"),
     ("programs.abstract", "planner.gpus", "planner.footprint"),

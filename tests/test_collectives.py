@@ -122,7 +122,7 @@ HloModule jit_step, is_scheduled=true
 %body (arg: (s32[], bf16[4,8])) -> (s32[], bf16[4,8]) {
   %arg = (s32[], bf16[4,8]{1,0}) parameter(0)
   %x = bf16[4,8]{1,0} get-tuple-element(%arg), index=1
-  %begun = (bf16[4,8]{1,0}, bf16[16,8]{1,0}) all-gather-start(%x), replica_groups={{0,1,2,3},{4,5}}
+  %begun = (bf16[4,8]{1,0}, bf16[16,8]{1,0}) all-gather-start(%x), replica_groups={{0,1,2,3}}
   %gathered = bf16[16,8]{1,0} all-gather-done(%begun)
   %started = ((bf16[4,8]{1,0}), bf16[4,8]{1,0}, u32[]) async-start(%x), calls=%wrapped
   %ended = bf16[4,8]{1,0} async-done(%started)
@@ -145,3 +145,9 @@ def test_asynchronous_collectives_count_once() -> None:
     gather, exchange = collectives(GPU_TEXT)
     assert gather == Collective("all-gather", 4, 6, 6 * 16 * 8 * 2, 6 * 16 * 8 * 2 * 3 / 4)
     assert exchange == Collective("all-to-all", 4, 6, 6 * 4 * 8 * 2, 6 * 4 * 8 * 2 * 3 / 4)
+
+
+def test_groups_by_the_names_of_mesh_axes() -> None:
+    named = "mesh['pipeline'=2,'data'=1,'expert'=2,'tensor'=3] {'expert','tensor'}"
+    gather, exchange = collectives(GPU_TEXT.replace("[2,4]<=[8]", named))
+    assert (gather.devices, exchange.devices) == (4, 6)

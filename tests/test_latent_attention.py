@@ -16,6 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import latent_attention_mosaic as mosaic
 from pallas_kernels.kernel import build_paged
 from pallas_kernels.latent_attention import LATENT_ATTENTION, latent_attention
+from pallas_kernels.latent_attention_plan import BLOCK, SPACE, LatentBlocks, make_plan
 
 BFLOAT16 = ml_dtypes.bfloat16
 RANK, ROTARY = 512, 64
@@ -125,6 +126,19 @@ def test_row_ignores_its_batch_mates(form: str, dtype) -> None:
 
 
 @forms
+@pytest.mark.parametrize(("heads", "columns"), [((3, 40), 8), ((8,), 20)], ids=["tiles", "splits"])
+def test_log_sums(form: str, dtype, heads: tuple[int, ...], columns: int) -> None:
+    """Beside the outputs, and exact to float32 in every dtype."""
+    arrays = make([0, 2, 70, columns * 16], heads, 16, columns, dtype)
+    out, lse = call(form, with_lse=True)(*arrays.values())
+    check(out, arrays)
+    _, want = LATENT_ATTENTION.reference(**arrays, **STATIC, with_lse=True)
+    assert lse.dtype == np.float32
+    assert np.isneginf(want[0]).all()
+    assert LATENT_ATTENTION.error(lse, want) <= 1e-5
+
+
+@forms
 def test_several_tokens_equal_one_at_a_time(form: str, dtype) -> None:
     T = 3
     arrays = make([66, 2, 0], (T, 8), 16, 5, dtype)
@@ -186,16 +200,16 @@ def test_xla_form_copies_no_more_than_a_chunk_of_blocks() -> None:
 @pytest.mark.parametrize(
     "blocks",
     [
-        mosaic.LatentBlocks(),
-        mosaic.LatentBlocks(split_tokens=512, max_splits=16),
-        mosaic.LatentBlocks(split_tokens=64, max_splits=3),
+        LatentBlocks(),
+        LatentBlocks(split_tokens=512, max_splits=16),
+        LatentBlocks(split_tokens=64, max_splits=3),
     ],
 )
 @pytest.mark.parametrize("batch", [1, 7, 200])
-def test_splits_cover_a_row_once(batch: int, blocks: mosaic.LatentBlocks) -> None:
+def test_splits_cover_a_row_once(batch: int, blocks: LatentBlocks) -> None:
     shape = jax.ShapeDtypeStruct
     columns, Z = 512, 64
-    plan = mosaic._make_plan(
+    plan = make_plan(
         shape((batch, 64, 576), jnp.bfloat16),
         shape((9, Z, 1, 576), jnp.bfloat16),
         shape((batch, columns), jnp.int32),
@@ -207,7 +221,7 @@ def test_splits_cover_a_row_once(batch: int, blocks: mosaic.LatentBlocks) -> Non
     for length in (0, 1, 64, 65, 2048, 2049, 5000, columns * Z - 1, columns * Z):
         _, first, count, alone = parts_of(jnp.int32(length), jnp.arange(plan.splits))
         covered = [b for f, c in zip(first, count, strict=True) for b in range(f, f + c)]
-        assert covered == list(range(-(-length // mosaic.BLOCK)))
+        assert covered == list(range(-(-length // BLOCK)))
         assert bool(alone[0]) == (np.count_nonzero(count) <= 1)
         if length > blocks.split_tokens:
             assert not alone[0]
@@ -235,7 +249,7 @@ def test_short_splits_give_the_same() -> None:
     # Ten splits of a block each: more than the combine step reads at once.
     arrays = make([600, 130], (8,), 64, 10, BFLOAT16)
     run = partial(LATENT_ATTENTION, implementation="mosaic", interpret=True, **STATIC)
-    got = jax.jit(partial(run, blocks=mosaic.LatentBlocks(64, 10)))(*arrays.values())
+    got = jax.jit(partial(run, blocks=LatentBlocks(64, 10)))(*arrays.values())
     check(got, arrays)
 
 
@@ -244,7 +258,7 @@ def test_warpgroups_do_not_race(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mosaic, "PROCESSORS", 1)
     arrays = make([300, 70], (2, 8), 32, 10, BFLOAT16)
     params = plgpu.InterpretGPUParams(detect_races=True)
-    blocks = mosaic.LatentBlocks(split_tokens=256)
+    blocks = LatentBlocks(split_tokens=256)
     attend = partial(mosaic.latent_attention_mosaic, **STATIC, blocks=blocks, interpret=params)
     check(jax.jit(attend)(*arrays.values()), arrays)
     assert not get_races().races_found
@@ -281,7 +295,7 @@ def test_counts() -> None:
 
 
 def test_blocks_are_those_of_the_search_space() -> None:
-    fields = {field.name for field in dataclasses.fields(mosaic.LatentBlocks)}
-    assert fields == set(mosaic.SPACE)
-    for name, values in mosaic.SPACE.items():
-        assert getattr(mosaic.LatentBlocks(), name) in values
+    fields = {field.name for field in dataclasses.fields(LatentBlocks)}
+    assert fields == set(SPACE)
+    for name, values in SPACE.items():
+        assert getattr(LatentBlocks(), name) in values

@@ -50,6 +50,7 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 4)
 
 from jinfire.checkpoints import open_checkpoint
+from jinfire.layout import StageLayout
 from jinfire.models.spec import abstract_tree
 from jinfire.programs.runtime import CompileLog, MeshModel
 from sharding import MeshSpec
@@ -68,7 +69,8 @@ jax.block_until_ready(jax.device_put([np.zeros(4, np.float32)] * len(devices), d
 before = status("VmRSS")
 with open("/proc/self/clear_refs", "w") as file:
     file.write("5")
-model = MeshModel.load(source, spec, devices, jax.numpy.dtype(dtype), CompileLog())
+layout = StageLayout(source.config, spec)
+model = MeshModel.load(source, layout, devices, jax.numpy.dtype(dtype), CompileLog())
 jax.block_until_ready(model.params)
 peak = status("VmHWM")
 resident = sum(s.data.nbytes for a in model.params.values() for s in a.addressable_shards)

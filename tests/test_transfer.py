@@ -1,5 +1,6 @@
 """Blocks between meshes of unequal layouts: every bit arrives, nothing waits, inputs live on."""
 
+import dataclasses
 import itertools
 import threading
 
@@ -43,7 +44,7 @@ def plan_of(specs, kv_heads, placed):
 def physical(side, logical_LTKH, cuts, fill):
     """Blocks of a side by the layout rule, in NumPy; `fill` where a stage has no such layer."""
     _, _, kv_heads, _ = logical_LTKH.shape
-    size = max(kv_heads, side.shards)
+    size = kv_heads if side.whole else max(kv_heads, side.shards)
     heads = [p * kv_heads // size for p in range(size)]
     blocks = []
     for start, stop in cuts:
@@ -140,6 +141,27 @@ def test_heads_over_expert_and_tensor_axis(source, target):
         check_transfer(make_plan(5, kv_heads, source, target), 5, kv_heads)
 
 
+@pytest.mark.parametrize("whole", ["source", "target", "both"])
+@pytest.mark.parametrize("source", [(1, 1), (2, 2), (1, 4), (2, 1, 2)], ids=str)
+@pytest.mark.parametrize("target", [(1, 2), (3, 1), (1, 4), (2, 2)], ids=str)
+def test_blocks_that_are_whole_on_a_side(source, target, whole):
+    """Every device of a stage has all of a block; the other side's devices have parts."""
+    plan = make_plan(5, 4, source, target)
+    sides = {name: getattr(plan, name) for name in ("source", "target")}
+    for name in sides if whole == "both" else (whole,):
+        sides[name] = dataclasses.replace(sides[name], whole=True)
+    check_transfer(TransferPlan.make(**sides), 5, 4)
+
+
+def test_every_device_with_all_of_a_block_sends_a_part_of_it():
+    plan = make_plan(4, 4, (1, 4), (1, 4))
+    source = dataclasses.replace(plan.source, whole=True)
+    plan = TransferPlan.make(source, plan.target)
+    plan.send(put_blocks(plan, {"key": random_cache(4, 4, 0)}), HEADS_DIM)
+    (route,) = plan._routes.values()
+    assert sorted(position for _, position in route._picks) == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize(("source", "target"), [((1, 2), (1, 3)), ((1, 3), (2, 2))])
 def test_heads_that_share_no_divisor(source, target):
     plan = make_plan(4, 6, source, target)
@@ -161,8 +183,10 @@ def test_heads_that_share_no_divisor(source, target):
         ((1, 1, 2), (1, 2)),
     ],
 )
-def test_send_does_not_wait_for_the_program_that_makes_the_blocks(source, target):
+@pytest.mark.parametrize("whole", [False, True])
+def test_send_does_not_wait_for_the_program_that_makes_the_blocks(source, target, whole):
     plan = make_plan(4, 4, source, target)
+    plan = TransferPlan.make(dataclasses.replace(plan.source, whole=whole), plan.target)
     blocks = put_blocks(plan, {"key": random_cache(4, 4, 0)})
     plan.send(blocks, HEADS_DIM).receive()  # compiled, so that only the copies are under test
     gate = threading.Event()

@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _model(
     path: Path,
-    meshes: dict[str, MeshSpec],
+    meshes: dict[str, tuple[MeshSpec, str]],
     with_tensors: bool,
     policies: PhasePolicies,
     is_coded: bool,
@@ -96,19 +96,23 @@ def _model(
         return {"path": path, "error": str(error)}
 
 
-def _meshes(args: argparse.Namespace) -> dict[str, MeshSpec]:
+def _meshes(args: argparse.Namespace) -> dict[str, tuple[MeshSpec, str]]:
+    """Mesh, and what it does with latents, by phase."""
     none_given = args.colocated is None and args.prefill is None and args.decode is None
     if none_given and args.unweight is None:
         return {}
     where = options.placement(args)
     if where.decode is None:
-        return {"colocated": where.prefill}
-    return {"prefill": where.prefill, "decode": where.decode}
+        return {"colocated": (where.prefill, where.prefill_latents)}
+    return {
+        "prefill": (where.prefill, where.prefill_latents),
+        "decode": (where.decode, where.decode_latents),
+    }
 
 
 def describe(
     path: Path,
-    meshes: dict[str, MeshSpec],
+    meshes: dict[str, tuple[MeshSpec, str]],
     with_tensors: bool,
     policies: PhasePolicies,
 ) -> dict[str, Any]:
@@ -137,8 +141,8 @@ def describe(
         "expert_sizes": expert_sizes(config),
         "max_pipeline": config.num_layers,
         "layouts": [
-            _layout(config, name, spec, policies.decode if name == "decode" else policies.prefill)
-            for name, spec in meshes.items()
+            _layout(config, name, *where, policies.decode if name == "decode" else policies.prefill)
+            for name, where in meshes.items()
         ],
         "tokenizer": _tokenizer(path),
         "metadata": _metadata(path),
@@ -178,9 +182,9 @@ def stored_itemsize(spec: ParamSpec, itemsize: int) -> int:
 
 
 def _layout(
-    config: ModelConfig, phase: str, spec: MeshSpec, policy: UnweightPolicy | None
+    config: ModelConfig, phase: str, spec: MeshSpec, latents: str, policy: UnweightPolicy | None
 ) -> dict[str, Any]:
-    layout = StageLayout(config, spec, policy)
+    layout = StageLayout(config, spec, policy, latents=latents)
     logical = abstract_tree(config)
 
     def weight_bytes(itemsize: int) -> int:
@@ -192,8 +196,7 @@ def _layout(
             total += elements * stored_itemsize(logical[source], itemsize)
         return total
 
-    kv_heads = layout.kv_heads // layout.shards
-    kv_elements = layout.slots * kv_heads * sum(config.kv_widths)
+    kv_elements = layout.slots * layout.device_kv_heads * sum(config.kv_widths)
     return {
         "phase": phase,
         "mesh": str(spec),
@@ -202,11 +205,15 @@ def _layout(
         "slots": layout.slots,
         "padded_slots": layout.padded_slots,
         "query_heads_per_device": config.num_heads // layout.shards,
-        "kv_heads_per_device": kv_heads,
+        "kv_heads_per_device": layout.device_kv_heads,
+        "latents": latents if config.latent else None,
         "experts_per_device": config.experts.count // spec.expert if config.experts else None,
         "padded_vocabulary": layout.padded_vocab,
         "weight_bytes_per_device": _per_dtype(weight_bytes),
-        "kv_bytes_per_token_per_device": _per_dtype(lambda itemsize: kv_elements * itemsize),
+        # Of split latents a share, a whole number but for odd widths.
+        "kv_bytes_per_token_per_device": _per_dtype(
+            lambda itemsize: -(-kv_elements * itemsize // layout.slot_parts)
+        ),
         "unweight": [] if policy is None else _unweight(layout),
     }
 
@@ -369,6 +376,7 @@ def _layout_rows(layout: dict[str, Any]) -> list[tuple[str, object]]:
             f"{layout['query_heads_per_device']} query, {layout['kv_heads_per_device']} kv",
         ),
         *([] if experts is None else [("experts per device", experts)]),
+        *([] if layout["latents"] is None else [("latents", layout["latents"])]),
         ("weights per device", _sizes(layout["weight_bytes_per_device"])),
         ("kv per token", _sizes(layout["kv_bytes_per_token_per_device"]) + " per device"),
     ]

@@ -10,7 +10,7 @@ import jax
 
 from jinfire.checkpoints import load_tokenizer, open_checkpoint
 from jinfire.cli.console import FlagError, UsageError, print_note
-from jinfire.config import KV_CODECS, EngineConfig, Placement
+from jinfire.config import KV_CODECS, LATENTS, EngineConfig, Placement
 from jinfire.engine import Engine
 from jinfire.fetch import MODELS_ON_PYPI, cached, default_cache_dir
 from jinfire.request import SamplingParams
@@ -30,6 +30,16 @@ def layout(text: str) -> Layout:
             f"got {text!r}"
         )
     return tuple(map(int, sizes))
+
+
+def latents(text: str) -> tuple[str, str]:
+    """One of `LATENTS` for both phases, or two with a comma between."""
+    kinds = text.lower().split(",")
+    if len(kinds) > 2 or not set(kinds) <= set(LATENTS):
+        raise argparse.ArgumentTypeError(
+            f"expected {' or '.join(LATENTS)}, or two with a comma between, got {text!r}"
+        )
+    return kinds[0], kinds[-1]
 
 
 def positive(text: str) -> int:
@@ -80,6 +90,14 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
         default="none",
         help="how keys and values cross from --prefill to --decode: unweight sends fewer bytes and "
         "changes none of them",
+    )
+    group.add_argument(
+        "--latents",
+        type=latents,
+        default=(LATENTS[0], LATENTS[0]),
+        metavar="KIND",
+        help="what devices of a stage keep of MLA latents: replicated (each all of them) or split "
+        "(each a part); PREFILL,DECODE where the meshes differ (default: replicated)",
     )
 
 
@@ -200,13 +218,15 @@ def placement(args: argparse.Namespace) -> Placement:
     if args.prefill is None and args.decode is None:
         if args.kv_codec != "none":
             raise FlagError(f"--kv-codec {args.kv_codec}: expected with --prefill and --decode")
-        return Placement.colocated(args.colocated or (1, 1))
+        if args.latents[0] != args.latents[1]:
+            raise FlagError(f"--latents: expected one for one mesh, got {','.join(args.latents)}")
+        return Placement.colocated(args.colocated or (1, 1), latents=args.latents[0])
     if args.colocated is not None:
         raise FlagError("--colocated: expected alone, got --prefill or --decode too")
     if args.prefill is None or args.decode is None:
         missing = "--prefill" if args.prefill is None else "--decode"
         raise FlagError(f"{missing} is missing: --prefill and --decode go together")
-    return Placement.disaggregated(args.prefill, args.decode, args.kv_codec)
+    return Placement.disaggregated(args.prefill, args.decode, args.kv_codec, latents=args.latents)
 
 
 def unweight(args: argparse.Namespace) -> PhasePolicies:

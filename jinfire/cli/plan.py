@@ -5,10 +5,11 @@ import math
 from typing import Any
 
 from jinfire.cli import console, options
+from jinfire.config import LATENTS, SPLIT
 from jinfire.models.presets import PRESETS
 from jinfire.planner.footprint import Workload
 from jinfire.planner.gpus import GIB, GPUS, WORKSPACE_BYTES, parse_gpus
-from jinfire.planner.layouts import MAX_GPUS, Candidate, Fitting, Plan
+from jinfire.planner.layouts import AUTO, MAX_GPUS, Candidate, Fitting, Plan
 from jinfire.planner.plan import plan, plan_json
 from jinfire.planner.roofline import PhaseTime
 from jinfire.planner.unweight import NAMES, NONE
@@ -21,6 +22,7 @@ examples:
   jinfire plan --model ~/models/Llama-3.2-1B/config.json --gpus L40S --json
   jinfire plan --model kimi-k2.5 --gpus 8xH100 --layout 2x4 --verify
   jinfire plan --model deepseek-v3 --gpus 8xH200 --unweight compact
+  jinfire plan --model kimi-k2.5 --gpus 8xH100 --latents auto
 
 Times are bounds of the roofline: real steps are longer.
 """
@@ -88,6 +90,13 @@ def add_parser(subparsers: Any) -> None:
         help="lossless form that weights lie in on the GPUs, by measured bits per weight",
     )
     parser.add_argument(
+        "--latents",
+        choices=(*LATENTS, AUTO),
+        default=LATENTS[0],
+        help="MLA latents: all of them on every device of a stage, a part on each, or the better "
+        "of both (default: %(default)s)",
+    )
+    parser.add_argument(
         "--verify",
         action="store_true",
         help="compile the steps of the layout at full size, which needs no GPU, and take weights "
@@ -119,6 +128,7 @@ def run(args: argparse.Namespace) -> int:
             layout=args.layout,
             dtype=args.dtype,
             unweight=args.unweight,
+            latents=args.latents,
             verify=args.verify,
             show_progress=True,
             **load,
@@ -186,7 +196,7 @@ def _print_memory(found: Fitting) -> None:
             f"{_gib(found.kv_bytes_left):>10}  in all: {found.kv_tokens_left:,} tokens",
         ),
     ]
-    console.print_table(f"bytes of one device, {_layout_text(found.shape)} ({found.source})", rows)
+    console.print_table(f"bytes of one device, {_layout_text(found)} ({found.source})", rows)
     if found.compiled is not None:
         compiled = found.compiled
         print(
@@ -266,7 +276,7 @@ def _print_layouts(candidates: tuple[Candidate, ...], chosen: Fitting | None) ->
     print("layouts (pipeline x tensor x expert)")
     for found in candidates:
         mark = "*" if found is chosen else " "
-        head = f"{mark} {_layout_text(found.shape):<8}"
+        head = f"{mark} {_layout_text(found):<8}"
         if not isinstance(found, Fitting) or not found.fits:
             print(f"{head} refused: {found.refusal}")
             continue
@@ -277,8 +287,9 @@ def _print_layouts(candidates: tuple[Candidate, ...], chosen: Fitting | None) ->
         )
 
 
-def _layout_text(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape))
+def _layout_text(found: Candidate) -> str:
+    split = " split" if found.latents == SPLIT else ""
+    return "x".join(map(str, found.shape)) + split
 
 
 def _gib(size_bytes: float) -> str:

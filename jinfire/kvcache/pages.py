@@ -13,6 +13,7 @@ from jinfire.layout import StageLayout
 from sharding import EXPERT, PIPELINE, TENSOR, Placed
 
 POOL_SPEC = PartitionSpec(PIPELINE, None, None, (EXPERT, TENSOR), None)
+SPLIT_POOL_SPEC = PartitionSpec(PIPELINE, None, (EXPERT, TENSOR), None, None)
 
 
 class PagePair(NamedTuple):
@@ -26,7 +27,11 @@ class PagePair(NamedTuple):
 
 
 class LatentPages(NamedTuple):
-    """Latent pages of one slot: [stages, P, Z, copies@tensor, C + A], a copy on every device."""
+    """Latent pages of one slot of a stage.
+
+    Layout: replicated [stages, P, Z, copies@tensor, C + A], a copy on every device of a stage;
+    split [stages, P, Z@tensor, 1, C + A], a part of every page's slots on each.
+    """
 
     latent: jax.Array
 
@@ -51,9 +56,13 @@ def pages_like(config: ModelConfig, make: Callable[[int], Any]) -> Pages:
     return kind(*map(make, config.kv_widths))
 
 
+def _pool_spec(layout: StageLayout) -> PartitionSpec:
+    return SPLIT_POOL_SPEC if layout.splits_latents else POOL_SPEC
+
+
 def pool_specs(layout: StageLayout) -> Pools:
     """Partition specs in the structure of `Pools`."""
-    pages = pages_like(layout.config, lambda width: POOL_SPEC)
+    pages = pages_like(layout.config, lambda width: _pool_spec(layout))
     return {group: (pages,) * len(slots) for group, slots in group_slots(layout).items()}
 
 
@@ -69,8 +78,12 @@ def group_layers(layout: StageLayout) -> dict[str, Placed]:
 def make_pools(
     layout: StageLayout, mesh: Mesh, num_pages: Mapping[str, int], page_size: int, dtype: jnp.dtype
 ) -> Pools:
-    """Zeroed pools of `num_pages` pages by KV group, the null page included."""
-    sharding = NamedSharding(mesh, POOL_SPEC)
+    """Zeroed pools of `num_pages` pages by KV group, the null page included.
+
+    Raises: ValueError for a page size that does not split as the layout says.
+    """
+    layout.page_slots(page_size)
+    sharding = NamedSharding(mesh, _pool_spec(layout))
 
     def pool(pages: int, width: int) -> jax.Array:
         shape = (layout.mesh_spec.pipeline, pages, page_size, layout.kv_heads, width)

@@ -267,16 +267,28 @@ class Footprint:
     # -- keys and values
 
     @property
-    def layer_kv_bytes(self) -> int:
-        """Keys and values of one token in one layer, copied heads and latents included."""
-        heads = self.layout.kv_heads // self.layout.shards
-        return heads * sum(self.config.kv_widths) * self.itemsize
+    def slot_kv_bytes(self) -> int:
+        """What one slot of a page takes in one layer, copied heads and latents included."""
+        return self.layout.device_kv_heads * sum(self.config.kv_widths) * self.itemsize
 
     @functools.cached_property
-    def kv_bytes_per_token(self) -> dict[str, int]:
-        """Keys and values of one token by group."""
-        slots = collections.Counter(spec.kv_group for spec in self.layout.slot_specs)
-        return {group: slots[group] * self.layer_kv_bytes for group in self.config.kv_groups}
+    def kv_bytes_per_token(self) -> dict[str, float]:
+        """Keys and values of one token by group; of split latents a device's share."""
+        parts = self.layout.slot_parts
+        return {
+            group: size if parts == 1 else size / parts for group, size in self._slot_bytes.items()
+        }
+
+    @functools.cached_property
+    def _slot_bytes(self) -> dict[str, int]:
+        """What one slot of a page takes in all layers of a group."""
+        layers = collections.Counter(spec.kv_group for spec in self.layout.slot_specs)
+        return {group: layers[group] * self.slot_kv_bytes for group in self.config.kv_groups}
+
+    def page_bytes(self, load: Workload) -> dict[str, int]:
+        """A page by group, or the part of it that a device holds."""
+        slots = self.layout.page_slots(load.page_size)
+        return {group: slots * size for group, size in self._slot_bytes.items()}
 
     def pool_pages(self, load: Workload) -> dict[str, int]:
         """Pages of each group for all rows, null pages included, as an engine makes its pools."""
@@ -284,10 +296,8 @@ class Footprint:
 
     def kv_bytes(self, load: Workload) -> int:
         """Pools in which every row of the workload holds its whole context."""
-        return sum(
-            pages * load.page_size * self.kv_bytes_per_token[group]
-            for group, pages in self.pool_pages(load).items()
-        )
+        page_bytes = self.page_bytes(load)
+        return sum(pages * page_bytes[group] for group, pages in self.pool_pages(load).items())
 
     def kv_tokens(self, free_bytes: int, load: Workload) -> int:
         """Tokens that `free_bytes` of a device hold over all rows.
@@ -295,9 +305,7 @@ class Footprint:
         Layers that keep an attention chunk cost the same for every row however long it is; what
         is left for the others sets the number.
         """
-        page_bytes = {
-            group: size * load.page_size for group, size in self.kv_bytes_per_token.items()
-        }
+        page_bytes = self.page_bytes(load)
         pages = self.pool_pages(load)
         fixed = sum(pages[group] * size for group, size in page_bytes.items() if group != FULL)
         if FULL not in pages:  # nothing grows with the context
@@ -313,13 +321,28 @@ class Footprint:
         stages = self.layout.mesh_spec.pipeline
         embedded = stages * tokens * self.config.width * self.itemsize
         head_rows = stages * load.prefill_rows
-        sampling = self._sampling_temp(head_rows)
-        return embedded + self._layer_temp(tokens) + sampling + self.decoding_temp
+        # Of split latents, those of a row's whole table are gathered.
+        table = load.engine.table_width * load.page_size
+        gathered = table * self.slot_kv_bytes if self.layout.splits_latents else 0
+        work = embedded + gathered + self._layer_temp(tokens) + self._sampling_temp(head_rows)
+        return work + self.decoding_temp
 
     def decode_temp(self, load: Workload) -> int:
         """Activations of a decode dispatch."""
         rows = microbatch_rows(self.layout.mesh_spec.pipeline, load.rows)
-        return self._layer_temp(rows) + self._sampling_temp(rows) + self.decoding_temp
+        work = self._layer_temp(rows) + self._sampling_temp(rows) + rows * self.exchanged_bytes
+        return work + self.decoding_temp
+
+    @property
+    def exchanged_bytes(self) -> int:
+        """What a token's queries of all heads are, and the results with their float32 sums.
+
+        Those of a layer whose latents are split: a device has them for its part of the latents.
+        """
+        latent = self.config.latent
+        if latent is None or not self.layout.splits_latents:
+            return 0
+        return self.config.num_heads * ((2 * latent.rank + latent.rope_dim) * self.itemsize + 4)
 
     def _layer_temp(self, tokens: int) -> int:
         """The residual stream with what a layer makes of it, at the widest layer."""

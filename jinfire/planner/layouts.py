@@ -2,10 +2,11 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Self
 
-from jinfire.config import Layout, ModelConfig, Placement
+from jinfire.config import LATENTS, Layout, ModelConfig, Placement
 from jinfire.layout import StageLayout
 from jinfire.planner.footprint import Footprint, Workload
 from jinfire.planner.gpus import GIB, GPU, parse_gpus
@@ -16,6 +17,8 @@ from sharding import Collective, MeshSpec
 # Layouts of more GPUs are not searched for the least number; links between servers are slower
 # than those that times are predicted for.
 MAX_GPUS = 64
+
+AUTO = "auto"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +69,10 @@ class Fitting:
         """The same layout with weights in another form, or decoded by another variant."""
         footprint = dataclasses.replace(self.footprint, unweight=unweight)
         return dataclasses.replace(self, footprint=footprint, compiled=None)
+
+    @property
+    def latents(self) -> str:
+        return self.footprint.layout.latents
 
     @property
     def source(self) -> str:
@@ -152,6 +159,7 @@ class Refused:
 
     shape: tuple[int, int, int]
     refusal: str
+    latents: str = LATENTS[0]
 
 
 Candidate = Fitting | Refused
@@ -185,7 +193,8 @@ class Plan:
         """What `min_gpus` is with dense weights."""
         if self.unweight.form == NONE:
             return self.min_gpus
-        return _least(self.config, self.gpu, self.load, self.dtype, DENSE)
+        latents = tuple(dict.fromkeys(each.latents for each in self.candidates))
+        return _Asked(self.config, self.gpu, self.load, self.dtype, DENSE, latents).least_gpus()
 
     def verified(self, verify: Callable[[Fitting], Fitting]) -> Self:
         """The plan with its choice compiled by `verify`.
@@ -212,18 +221,21 @@ def plan_model(
     load: Workload | None = None,
     dtype: str = "bfloat16",
     unweight: str = NONE,
+    latents: str = LATENTS[0],
 ) -> Plan:
     """The plan of a model on `gpus`, e.g. "8xH100".
 
     `layout` is (pipeline, tensor) or (pipeline, tensor, expert); None compares all. `unweight` is
-    the form that weights lie in on the devices.
+    the form that weights lie in on the devices. `latents` is one of `LATENTS`, "auto" compares
+    both.
     Raises: ValueError for an unknown GPU or form, a layout of another number of GPUs, a context
-    that the model does not have.
+    that the model does not have, split latents of a model without any.
     """
     form = Unweight.of(unweight)
     gpu, count = parse_gpus(gpus)
     load = load or Workload.of(config)
     load.check(config)
+    asked = _Asked(config, gpu, load, dtype, form, _latents_choices(config, latents))
     if layout is None:
         specs = list(mesh_specs(count))
     else:
@@ -232,7 +244,7 @@ def plan_model(
             raise ValueError(
                 f"layout {specs[0]}: expected one of {count} devices, got {specs[0].size}"
             )
-    candidates = tuple(_candidate(config, spec, gpu, load, dtype, form) for spec in specs)
+    candidates = tuple(itertools.chain.from_iterable(map(asked.candidates, specs)))
     return Plan(
         config,
         gpu,
@@ -241,7 +253,7 @@ def plan_model(
         dtype,
         candidates,
         choose(candidates),
-        _least(config, gpu, load, dtype, form),
+        asked.least_gpus(),
         form,
     )
 
@@ -272,26 +284,46 @@ def layout_of(spec: MeshSpec) -> tuple[int, int, int]:
     return (spec.pipeline, spec.tensor, spec.expert)
 
 
-def _candidate(
-    config: ModelConfig, spec: MeshSpec, gpu: GPU, load: Workload, dtype: str, unweight: Unweight
-) -> Candidate:
-    try:
-        layout = StageLayout(config, spec)
-    except ValueError as error:
-        return Refused(layout_of(spec), str(error))
-    return Fitting(Footprint(layout, dtype, unweight), gpu, load)
+@dataclasses.dataclass(frozen=True)
+class _Asked:
+    """What candidates have in common. `latents` are the choices to compare."""
+
+    config: ModelConfig
+    gpu: GPU
+    load: Workload
+    dtype: str
+    unweight: Unweight
+    latents: tuple[str, ...]
+
+    def candidates(self, spec: MeshSpec) -> Iterator[Candidate]:
+        """One for each choice that makes a difference."""
+        single = spec.tensor * spec.expert == 1
+        for latents in self.latents[:1] if single else self.latents:
+            try:
+                layout = StageLayout(self.config, spec, latents=latents)
+                layout.page_slots(self.load.page_size)
+            except ValueError as error:
+                yield Refused(layout_of(spec), str(error), latents)
+            else:
+                yield Fitting(Footprint(layout, self.dtype, self.unweight), self.gpu, self.load)
+
+    def least_gpus(self) -> int | None:
+        """The smallest number of GPUs of which some layout fits."""
+        for count in range(1, MAX_GPUS + 1):
+            for candidate in itertools.chain.from_iterable(map(self.candidates, mesh_specs(count))):
+                if isinstance(candidate, Fitting) and candidate.fits:
+                    return count
+        return None
 
 
-def _least(
-    config: ModelConfig, gpu: GPU, load: Workload, dtype: str, unweight: Unweight
-) -> int | None:
-    """The smallest number of GPUs of which some layout fits."""
-    for count in range(1, MAX_GPUS + 1):
-        for spec in mesh_specs(count):
-            candidate = _candidate(config, spec, gpu, load, dtype, unweight)
-            if isinstance(candidate, Fitting) and candidate.fits:
-                return count
-    return None
+def _latents_choices(config: ModelConfig, latents: str) -> tuple[str, ...]:
+    """Raises: ValueError for another choice, and for split latents of a model without any."""
+    if latents == AUTO:
+        return LATENTS if config.latent is not None else LATENTS[:1]
+    if latents not in LATENTS:
+        raise ValueError(f"latents: expected one of {', '.join(LATENTS)}, {AUTO}, got {latents!r}")
+    StageLayout(config, MeshSpec(), latents=latents)
+    return (latents,)
 
 
 def _divisors(number: int) -> list[int]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from jinfire.checkpoints import open_checkpoint
 from jinfire.checkpoints.source import read_json
-from jinfire.config import Layout, ModelConfig
+from jinfire.config import LATENTS, Layout, ModelConfig
 from jinfire.models import parse_architecture
 from jinfire.models.presets import PRESETS, preset
 from jinfire.planner.footprint import Workload
@@ -24,6 +24,7 @@ def plan(
     layout: Layout | None = None,
     dtype: str = "bfloat16",
     unweight: str = NONE,
+    latents: str = LATENTS[0],
     verify: bool = False,
     show_progress: bool = False,
     **load: int,
@@ -33,7 +34,8 @@ def plan(
     `model` is a preset's name, a `config.json`, a checkpoint or a config; weights are not read.
     A context that is not given is 8,192 tokens, or all that the model has.
     `layout` is (pipeline, tensor) or (pipeline, tensor, expert); None compares all. `unweight` is
-    the form that weights lie in on the devices: "none", "huffman", "palette" or "compact". With
+    the form that weights lie in on the devices: "none", "huffman", "palette" or "compact".
+    `latents` are "replicated" or "split" over the devices of a stage; "auto" compares both. With
     `verify` the steps of the chosen layout are compiled at full size, with dense weights, and say
     what weights and activations take; where that does not fit, those of the next layout, if none
     was asked for.
@@ -46,7 +48,15 @@ def plan(
         raise ValueError(
             f"verify: expected dense weights, which steps compile with, got {unweight}"
         )
-    found = plan_model(config, gpus, layout=layout, load=workload, dtype=dtype, unweight=unweight)
+    found = plan_model(
+        config,
+        gpus,
+        layout=layout,
+        load=workload,
+        dtype=dtype,
+        unweight=unweight,
+        latents=latents,
+    )
     if not verify:
         return found
     return found.verified(lambda candidate: verified(candidate, show_progress))
@@ -88,6 +98,7 @@ def plan_json(found: Plan) -> dict[str, Any]:
         "min_gpus": found.min_gpus,
         "min_gpus_source": "analytic",
         "layout": None,
+        "latents": None,
         "bytes_per_device": None,
         "kv_bytes_left": 0,
         "kv_tokens_left": 0,
@@ -162,6 +173,7 @@ def _unweight_json(found: Plan) -> dict[str, Any] | None:
 def _memory_json(found: Fitting) -> dict[str, Any]:
     return {
         "layout": found.shape,
+        "latents": found.latents,
         "bytes_per_device": {
             "weights": found.weights_bytes,
             "kv": found.kv_bytes,
@@ -176,7 +188,8 @@ def _memory_json(found: Fitting) -> dict[str, Any]:
 
 def _candidate_json(candidate: Candidate) -> dict[str, Any]:
     if not isinstance(candidate, Fitting):
-        return {"layout": candidate.shape, "fits": False, "refusal": candidate.refusal}
+        named = {"layout": candidate.shape, "latents": candidate.latents}
+        return {**named, "fits": False, "refusal": candidate.refusal}
     return {
         **_memory_json(candidate),
         "fits": candidate.fits,

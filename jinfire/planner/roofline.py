@@ -139,11 +139,15 @@ def _tick(
             share = _share_multiplied(footprint, tensor)
             flops += 2 * used * tensor.device_elements * tensor.values * count * share
     kv_bytes = 0.0
+    # A chunk reads all latents, its own and those of others, a token those that a device holds.
+    parts = 1 if expands else footprint.layout.slot_parts
     for spec in footprint.layout.slot_specs:
         keys = _keys(footprint, spec, context)
-        kv_bytes += rows * keys * footprint.layer_kv_bytes
+        kv_bytes += rows * keys * footprint.slot_kv_bytes / parts
         flops += _attention_flops(footprint, spec, tokens, rows, keys, expands)
-    return Tick(weight_bytes, kv_bytes, flops, _link_bytes(footprint, tokens, head_rows))
+    link_bytes = _link_bytes(footprint, tokens, head_rows)
+    link_bytes += _latent_link_bytes(footprint, tokens, rows * context, expands)
+    return Tick(weight_bytes, kv_bytes, flops, link_bytes)
 
 
 def _share_read(footprint: Footprint, tensor: Tensor, tokens: int) -> float:
@@ -202,3 +206,14 @@ def _link_bytes(footprint: Footprint, tokens: int, head_rows: int) -> float:
         sent += hidden
         sent += head_rows * config.width * footprint.itemsize * 2 * (stages - 1) / stages
     return sent + head_rows * config.vocab_size * 4 * (devices - 1) / devices
+
+
+def _latent_link_bytes(footprint: Footprint, tokens: int, keys: int, expands: bool) -> float:
+    """Bytes that a device sends for latents that are split over the devices of a stage.
+
+    A chunk gathers the latents of its row, `keys` in all rows. A token's queries of all heads are
+    gathered, and what every device makes of them goes to those that have the heads.
+    """
+    layout, parts = footprint.layout, footprint.layout.slot_parts
+    moved = keys * footprint.slot_kv_bytes if expands else tokens * footprint.exchanged_bytes
+    return layout.slots * moved * (parts - 1) / parts

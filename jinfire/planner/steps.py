@@ -44,6 +44,7 @@ def compile_steps(document: dict[str, Any]) -> Compiled:
             prefill_rows=load.prefill_rows,
             chunk=load.chunk,
         ),
+        latents=document["latents"],
     )
     compiler = Compiler()
     kernels: collections.Counter[str] = collections.Counter()

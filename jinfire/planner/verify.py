@@ -24,6 +24,7 @@ def verified(found: Fitting, show_progress: bool = False) -> Fitting:
     document = {
         "config": config_to_json(found.footprint.config),
         "mesh": dataclasses.asdict(found.mesh_spec),
+        "latents": found.latents,
         "target": found.gpu.target,
         "dtype": found.footprint.dtype,
         "load": dataclasses.asdict(found.load),

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jinfire.config import ModelConfig
+from jinfire.config import LATENTS, ModelConfig
 from jinfire.kvcache.pages import Pools, pages_like, pool_specs
 from jinfire.layout import CODED_SPEC, StageLayout
 from jinfire.models.spec import abstract_tree
@@ -59,15 +59,15 @@ class AbstractPrograms:
         dtype: np.dtype,
         sizes: Sizes,
         unweight: UnweightPolicy | None = None,
+        latents: str = LATENTS[0],
     ) -> None:
         self.sizes = sizes
-        self.model = MeshModel(
-            StageLayout(config, mesh_spec, unweight),
+        layout, mesh = (
+            StageLayout(config, mesh_spec, unweight, latents=latents),
             make_mesh(mesh_spec, devices),
-            {},
-            CompileLog(),
-            dtype,
         )
+        layout.page_slots(sizes.page_size)
+        self.model = MeshModel(layout, mesh, {}, CompileLog(), dtype)
 
     def lower_prefill(self) -> jax.stages.Lowered:
         sizes = self.sizes

@@ -18,6 +18,7 @@ from jinfire.programs.runtime import (
     shift_stages,
 )
 from jinfire.programs.sampler import TOP_LOGPROBS, sample
+from jinfire.programs.split_latents import split_latent_attention, write_split
 from pallas_kernels import latent_attention, paged_attention, write_pages
 from sharding import PIPELINE, Schedule
 
@@ -25,13 +26,17 @@ from sharding import PIPELINE, Schedule
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeKV:
-    """One layer's pages during a decode step: one new token per row."""
+    """One layer's pages during a decode step: one new token per row.
+
+    `split`: a device holds a part of the slots of every page.
+    """
 
     pages: Pages
     table_BW: jax.Array
     positions_B: jax.Array
     lengths_B: jax.Array
     filled: jax.Array | bool = True
+    split: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def live_tokens(self) -> jax.Array:
         return (self.lengths_B > 0)[:, None] & self.filled
@@ -68,14 +73,17 @@ class DecodeKV:
         Source: DeepSeek-V2 (arXiv 2405.04434) section 2.1.3.
         """
         assert isinstance(self.pages, LatentPages)
-        pages = LatentPages(write_pages(self.pages.latent, latent_BTC[:, :, None], *self._where()))
+        write, attend = write_pages, latent_attention
+        if self.split:
+            write, attend = write_split, split_latent_attention
+        pages = LatentPages(write(self.pages.latent, latent_BTC[:, :, None], *self._where()))
         rank, dtype = up_NUC.shape[-1], query_BTNH.dtype
         plain_dim = query_BTNH.shape[-1] - (latent_BTC.shape[-1] - rank)
         plain, rotary = jnp.split(query_BTNH[:, 0], [plain_dim], axis=-1)
         absorbed = jnp.einsum(
             "BNU,NUC->BNC", plain, up_NUC[:, :plain_dim], preferred_element_type=dtype
         )
-        mixed_BNC = latent_attention(
+        mixed_BNC = attend(
             jnp.concatenate([absorbed, rotary], axis=-1),
             pages.latent,
             self.table_BW,
@@ -169,7 +177,8 @@ def _decode(
         lengths_B = jnp.where(here["active"] & valid, here["position"] + 1, 0)
 
         def view(group: str, pages: Pages, filled: jax.Array | bool) -> DecodeKV:
-            return DecodeKV(pages, tables[group], here["position"], lengths_B, filled)
+            where = (tables[group], here["position"], lengths_B)
+            return DecodeKV(pages, *where, filled, mesh_model.layout.splits_latents)
 
         hidden_BTD, pools = mesh_model.run_layers(
             model, hidden_BTD, here["position"][:, None], pools, view

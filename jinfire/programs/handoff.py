@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jinfire.kvcache.pages import Pages, Pools, group_layers, pages_like, pool_specs
+from jinfire.kvcache.pages import Pages, Pools, group_layers, pool_specs
 from jinfire.programs.batch import DecodeRows, NewRow
 from jinfire.programs.page_codec import (
     MESSAGE_HEADS_DIM,
@@ -26,14 +26,15 @@ from jinfire.programs.page_codec import (
 )
 from jinfire.programs.runtime import REPLICATED, MeshModel, Program, global_pools, local_pools
 from jinfire.programs.sampler import Sampled
-from sharding import EXPERT, PIPELINE, TENSOR, Cuts, InFlight, Side, TransferPlan
+from sharding import Cuts, InFlight, Side, TransferPlan
 
-BLOCK_SPEC = PartitionSpec(PIPELINE, None, None, None, (EXPERT, TENSOR))
-HEADS_DIM = 4
+SLOTS_DIM, HEADS_DIM = 3, 4
 
 Blocks = dict[str, list[Pages]]
 """One request's pages by KV group, per cut of its slots: [stages, slots, pages, Z, K@tensor, H];
-coded, its messages or their exponents: [stages, slots, K@tensor, bytes]."""
+coded, its messages or their exponents: [stages, slots, K@tensor, bytes].
+
+Where a side splits latents, blocks are cut along Z; on a side that does not, they are whole."""
 
 Flights = dict[str, InFlight]
 
@@ -129,7 +130,12 @@ class Handoff:
     """
 
     def __init__(
-        self, prefill: MeshModel, decode: MeshModel, rings: dict[str, int], codec: str = "none"
+        self,
+        prefill: MeshModel,
+        decode: MeshModel,
+        rings: dict[str, int],
+        page_size: int,
+        codec: str = "none",
     ):
         self._decode = decode
         self._rings = rings
@@ -146,29 +152,34 @@ class Handoff:
         )
         if self._colocated:
             return
-        heads = decode.config.cached_heads
-        targets = group_layers(decode.layout)
-        self._plans = {
-            group: TransferPlan.make(
-                Side(prefill.mesh, heads, layers), Side(decode.mesh, heads, targets[group])
-            )
-            for group, layers in group_layers(prefill.layout).items()
-        }
+        split = prefill.layout.splits_latents or decode.layout.splits_latents
+        self._cut_dim = SLOTS_DIM if split else HEADS_DIM
+        parts = page_size if split else decode.config.cached_heads
+        source, target = (
+            {
+                group: Side(model.mesh, parts, layers, split and not model.layout.splits_latents)
+                for group, layers in group_layers(model.layout).items()
+            }
+            for model in (prefill, decode)
+        )
+        self._plans = {group: TransferPlan.make(source[group], target[group]) for group in source}
         source_cuts = {group: plan.source_cuts for group, plan in self._plans.items()}
         target_cuts = {group: plan.target_cuts for group, plan in self._plans.items()}
-        spec = MESSAGE_SPEC if self.is_coded else BLOCK_SPEC
-        self._heads_dim = MESSAGE_HEADS_DIM if self.is_coded else HEADS_DIM
-        block = pages_like(decode.config, lambda width: spec)
-        gathered = {group: [block] * len(cuts) for group, cuts in source_cuts.items()}
+        # One spec for all blocks of a side.
+        gathered: Any = MESSAGE_SPEC
+        blocks = MESSAGE_SPEC
+        if self.is_coded:
+            self._cut_dim = MESSAGE_HEADS_DIM
+        else:
+            gathered, blocks = map(self._block_spec, (source, target))
         self._gather = prefill.program(
             "gather",
             functools.partial(_gather_coded if self.is_coded else _gather, source_cuts),
             in_specs=(pool_specs(prefill.layout), REPLICATED),
             out_specs=Gathered(gathered, gathered, OVERFULL_SPEC) if self.is_coded else gathered,
         )
-        blocks = {group: [block] * len(cuts) for group, cuts in target_cuts.items()}
 
-        def scatter(name: str, function: Any, *more: Blocks) -> Program:
+        def scatter(name: str, function: Any, *more: PartitionSpec) -> Program:
             return decode.program(
                 name,
                 function,
@@ -182,6 +193,9 @@ class Handoff:
             self._scatter_overfull = scatter("scatter overfull", _scatter_coded, blocks)
         else:
             self._scatter = scatter("scatter", functools.partial(_scatter, target_cuts))
+
+    def _block_spec(self, sides: dict[str, Side]) -> PartitionSpec:
+        return next(iter(sides.values())).block_sharding(self._cut_dim).spec
 
     def send(self, pools: Pools, pages: PageLists, sampled: Sampled) -> Transit:
         """Gather a request's pages and start their copies. Does not wait.
@@ -217,7 +231,7 @@ class Handoff:
     def _flights(self, blocks: Blocks) -> Flights:
         """Copies of blocks under way to the decode mesh."""
         return {
-            group: plan.send(blocks[group], heads_dim=self._heads_dim)
+            group: plan.send(blocks[group], heads_dim=self._cut_dim)
             for group, plan in self._plans.items()
         }
 
@@ -226,7 +240,7 @@ class Handoff:
         plan = self._plans[group]
         token = sum(leaf.shape[-1] * leaf.dtype.itemsize for leaf in jax.tree.leaves(slots[0]))
         page_size = jax.tree.leaves(slots[0])[0].shape[2]
-        return plan.num_layers * plan.source.num_kv_heads * page_size * token
+        return plan.num_layers * self._decode.config.cached_heads * page_size * token
 
     def install(
         self, pools: Pools, rows: DecodeRows, transit: Transit, pages: PageLists, row: NewRow

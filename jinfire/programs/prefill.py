@@ -18,6 +18,7 @@ from jinfire.programs.runtime import (
     shift_stages,
 )
 from jinfire.programs.sampler import TOP_LOGPROBS, Sampled, sample
+from jinfire.programs.split_latents import split_expanded_attention, write_split
 from pallas_kernels import expanded_latent_attention, prefill_attention, write_pages
 from sharding import PIPELINE, Schedule
 
@@ -25,7 +26,10 @@ from sharding import PIPELINE, Schedule
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PrefillKV:
-    """One layer's pages during a prefill microbatch: attention writes, then reads."""
+    """One layer's pages during a prefill microbatch: attention writes, then reads.
+
+    `split`: a device holds a part of the slots of every page.
+    """
 
     pages: Pages
     table_RW: jax.Array
@@ -34,6 +38,7 @@ class PrefillKV:
     positions_RC: jax.Array
     valid_RC: jax.Array
     filled: jax.Array | bool = True
+    split: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def live_tokens(self) -> jax.Array:
         return self.valid_RC & self.filled
@@ -66,7 +71,8 @@ class PrefillKV:
     ) -> tuple[jax.Array, "PrefillKV"]:
         assert isinstance(self.pages, LatentPages)
         pages = LatentPages(self._written(self.pages.latent, latent_BTC[:, :, None]))
-        mixed = expanded_latent_attention(
+        attend = split_expanded_attention if self.split else expanded_latent_attention
+        mixed = attend(
             query_BTNH,
             pages.latent,
             up_NUC,
@@ -78,7 +84,8 @@ class PrefillKV:
         return mixed, dataclasses.replace(self, pages=pages)
 
     def _written(self, pages: jax.Array, new_BTKH: jax.Array) -> jax.Array:
-        return write_pages(pages, new_BTKH, self.table_RW, self.positions_RC, self.valid_RC)
+        write = write_split if self.split else write_pages
+        return write(pages, new_BTKH, self.table_RW, self.positions_RC, self.valid_RC)
 
 
 def prefill_program(model: MeshModel) -> Program:
@@ -119,7 +126,7 @@ def _prefill(
         def view(group: str, pages: Pages, filled: jax.Array | bool) -> PrefillKV:
             table_RW = rows.page_tables[group]
             where = (rows.starts, lengths_R, positions_RC, valid_RC)
-            return PrefillKV(pages, table_RW, *where, filled)
+            return PrefillKV(pages, table_RW, *where, filled, mesh_model.layout.splits_latents)
 
         hidden_RCD, pools = mesh_model.run_layers(model, hidden_RCD, positions_RC, pools, view)
         final_R = jnp.maximum(lengths_R - 1, 0)

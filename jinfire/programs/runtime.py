@@ -21,10 +21,9 @@ from jinfire.layers.rope import PositionTables
 from jinfire.layout import StageLayout
 from jinfire.loading import load_params
 from jinfire.models.transformer import Transformer
-from jinfire.unweight.policy import UnweightPolicy
 from jinfire.unweight.tensor import UnweightTensor
 from jinfire.weights import Weight
-from sharding import PIPELINE, Device, MeshSpec, make_mesh
+from sharding import PIPELINE, Device, make_mesh
 
 REPLICATED = PartitionSpec()
 GPU_PLATFORMS = ("gpu", "cuda")
@@ -104,16 +103,14 @@ class MeshModel:
     def load(
         cls,
         source: TensorSource,
-        mesh_spec: MeshSpec,
+        layout: StageLayout,
         devices: Sequence[Device],
         dtype: np.dtype,
         log: CompileLog,
         desc: str = "weights",
-        unweight: UnweightPolicy | None = None,
     ) -> "MeshModel":
         """Weights read from `source` onto a new mesh over `devices`."""
-        layout = StageLayout(source.config, mesh_spec, unweight)
-        mesh = make_mesh(mesh_spec, devices)
+        mesh = make_mesh(layout.mesh_spec, devices)
         return cls(layout, mesh, load_params(source, layout, mesh, dtype, desc), log, dtype)
 
     @property
