@@ -71,7 +71,7 @@ class Model:
                 array = _decompressed(weight)
             else:
                 array = weight[0] if tensors[name].stacked else weight
-            # Beside compressed weights, the vocabulary is padded to whole tiles.
+            # A large vocabulary is padded to whole tiles.
             rows = specs[name].shape[0]
             return array if array.shape[0] == rows else array[:rows]
 
