@@ -1,5 +1,6 @@
 """`jinfire plan` and the experiments that plan."""
 
+import dataclasses
 import json
 
 import jax
@@ -9,7 +10,7 @@ from commands import errors, last_json, run
 from experiments.__main__ import main as experiments_main
 from experiments.harness import Options, as_dict, make_row
 from experiments.kv_capacity import KV_CAPACITY
-from experiments.parallelism import PARALLELISM
+from experiments.parallelism import COMPILED, PARALLELISM, TOKENS, ParallelismConfig
 from jinfire.models.presets import PRESETS, preset
 from pallas_kernels import toolchain
 
@@ -17,16 +18,43 @@ from pallas_kernels import toolchain
 
 
 @pytest.mark.parametrize("experiment", [KV_CAPACITY, PARALLELISM], ids=lambda e: e.name)
-def test_experiments_on_no_device(experiment) -> None:
+def test_experiments_of_plans(experiment) -> None:
     configs = experiment.configs(True)
     rows = [
         make_row(experiment, measured, 0.0, smoke=True)
         for measured in experiment.run(configs, Options())
     ]
     assert [row["config"] for row in rows] == [as_dict(config) for config in configs]
-    assert {row["kind"] for row in rows} <= {"analytic", "cited"}
-    for table in experiment.tables.values():
-        assert table(rows).rows
+    for row in rows:
+        tokens = row["config"].get("measure") == TOKENS
+        assert row["kind"] in (("measured",) if tokens else ("analytic", "cited"))
+        assert row["values"].get("identical", True)
+    for name, table in experiment.tables.items():
+        # Nothing is compiled for a smoke run.
+        assert bool(table(rows).rows) is (name != "parallelism_compiled")
+
+
+@pytest.mark.long
+def test_layouts_as_compiled() -> None:
+    configs = [
+        ParallelismConfig(COMPILED, "smollm2-135m", layout, "2xH100", chunk=128, context=1024)
+        for layout in ((2, 1, 1), (1, 1, 1))
+    ]
+    configs[1] = dataclasses.replace(configs[1], gpus="1xH100")
+    rows = [
+        make_row(PARALLELISM, measured, 0.0, smoke=True)
+        for measured in PARALLELISM.run(configs, Options())
+    ]
+    two, one = (row["values"] for row in rows)
+    # Two stages hand hidden values on, and sum the embedding and the logits' rows over both.
+    assert two["decode_sent_bytes"] > 0
+    assert set(two["decode_by_kind"]) == {
+        "all-reduce of 2",
+        "all-gather of 2",
+        "collective-permute of 2",
+    }
+    assert one["decode_sent_bytes"] == one["prefill_collectives"] == 0
+    assert len(PARALLELISM.tables["parallelism_compiled"](rows).rows) == 2
 
 
 def test_experiment_without_the_compiler_is_one_line(tmp_path, monkeypatch, capsys) -> None:
