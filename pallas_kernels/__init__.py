@@ -22,6 +22,22 @@ from pallas_kernels.latent_attention import LATENT_ATTENTION, latent_attention
 from pallas_kernels.paged_attention import PAGED_ATTENTION, paged_attention, write_pages
 from pallas_kernels.prefill_attention import PREFILL_ATTENTION, prefill_attention
 from pallas_kernels.toolchain import ToolchainMissing, run_python
+from pallas_kernels.unweight_blob import (
+    Corrupt,
+    TileOrder,
+    UnweightHeader,
+    check_blob,
+    check_words,
+    hash_blob,
+)
+from pallas_kernels.unweight_format import (
+    UnweightOptions,
+    choose_palette,
+    unweight_decode,
+    unweight_encode,
+)
+from pallas_kernels.unweight_huffman import canonical_codes, code_lengths, decode_table
+from pallas_kernels.unweight_matrix import Tiling, UnweightMatrix
 
 KERNELS = {
     kernel.name: kernel
@@ -50,6 +66,23 @@ __all__ = [
     "write_pages",
     "pack_for_device",
     "unpack_from_device",
+    # compressed weights: the format, and its oracle
+    "Corrupt",
+    "TileOrder",
+    "UnweightHeader",
+    "UnweightOptions",
+    "canonical_codes",
+    "check_blob",
+    "check_words",
+    "choose_palette",
+    "code_lengths",
+    "decode_table",
+    "hash_blob",
+    "unweight_decode",
+    "unweight_encode",
+    # coded weights
+    "UnweightMatrix",
+    "Tiling",
     # measurement
     "WORKLOADS",
     "SMOKE_WORKLOADS",

@@ -1,0 +1,1 @@
+"""Lossless compression of weights on the host: codec, container, device form."""

@@ -1,0 +1,307 @@
+"""Blobs of the Unweight format, fast: byte for byte those of `pallas_kernels.unweight_encode`."""
+
+import dataclasses
+import math
+from collections.abc import Buffer
+
+import numpy as np
+import xxhash
+
+from jinfire.unweight import kernels
+from jinfire.unweight.coding import NIBBLE_WORDS, OPTIONS, Coding, count_symbols, fill, plan
+from jinfire.unweight.tiles import JOB_WEIGHTS, on_threads, on_tiles, verbatim_before
+from pallas_kernels import (
+    Corrupt,
+    TileOrder,
+    UnweightHeader,
+    check_blob,
+    check_words,
+    decode_table,
+    hash_blob,
+)
+
+HEADER_BYTES = 64
+HASH_AT = 56
+WORDS = {"BF16": np.dtype("<u2"), "F32": np.dtype("<u4"), "I32": np.dtype("<i4")}
+ROW, TILE_ROWS = kernels.ROW, kernels.TILE_ROWS
+MAX_CHUNK_BYTES = kernels.CHUNK_ROWS * ROW * kernels.MAX_CODE_BITS // 8
+
+
+def encode(words: np.ndarray, form: str = "huffman", jobs: int | None = None) -> np.ndarray:
+    """Blob [bytes] uint8 of a tensor of words, in raw form where another is not smaller.
+
+    `jobs` threads, as many as there are processors where it is None.
+
+    Raises: ValueError where the form or the data type of the words is none of the format.
+    """
+    dtype = check_words(words, form)
+    order = TileOrder.of(words.shape, dtype)
+    words = np.ascontiguousarray(words, WORDS[dtype]).reshape(-1)
+    source = xxhash.xxh3_64(words.view(np.uint8)).intdigest()
+    header = UnweightHeader("raw", dtype, order.num_weights, order.tiled, source)
+    blob = None
+    if form != "raw" and words.size:
+        coding = plan(_high(words, dtype), order, form, dtype == "I32", jobs)
+        blob, header = _coded_blob(coding, header, words, jobs)
+    if blob is None:
+        blob = np.empty(HEADER_BYTES + words.nbytes, np.uint8)
+        blob[HEADER_BYTES:] = words.view(np.uint8)
+    blob[:HEADER_BYTES] = np.frombuffer(header.pack(), np.uint8)
+    blob[HASH_AT:HEADER_BYTES] = np.array([hash_blob(blob)], "<u8").view(np.uint8)
+    return blob
+
+
+def decode(blob: Buffer, shape: tuple[int, ...], jobs: int | None = None) -> np.ndarray:
+    """Tensor of words of a blob, to the bit what was encoded.
+
+    Raises: Corrupt where a byte is not as it was written, or the shape is another.
+    """
+    check(blob)
+    columns = shape[-1] if shape else 1
+    whole = slice(0, math.prod(shape[:-1])), slice(0, columns)
+    return decode_part(blob, (whole[0].stop, columns), whole, jobs, tensor=shape).reshape(shape)
+
+
+def check(blob: Buffer) -> UnweightHeader:
+    """Header of a blob that is as it was written, in the sizes of files.
+
+    Raises: Corrupt.
+    """
+    return _in_sizes_of_files(check_blob(blob))
+
+
+def decode_part(
+    blob: Buffer,
+    shape: tuple[int, int],
+    part: tuple[slice, slice],
+    jobs: int | None = None,
+    tensor: tuple[int, ...] | None = None,
+) -> np.ndarray:
+    """Words of a matrix's rows and columns from the tiles that have them.
+
+    `shape` may have the leading axes of the tensor as one; `tensor` is its own shape where that has
+    fewer than two axes. Bytes of other tiles are not read, so the hash is not checked; `check` does
+    that.
+
+    Raises: Corrupt where header, sections or the codes of these tiles do not fit together.
+    """
+    data = _input(blob)
+    header = _in_sizes_of_files(UnweightHeader.parse(data))
+    order = header.order(shape if tensor is None else tensor)
+    places = header.sections(order, data.size)
+    sections = {name: data[place] for name, place in places.items()}
+    (F, D), (rows, columns) = shape, part
+    if header.form == "raw":
+        words = sections["words"].view(WORDS[header.dtype]).reshape(F, D)[rows, columns]
+        return np.array(words, words.dtype.newbyteorder("="))
+    per_word = 8 if header.dtype == "I32" else 1
+    if not order.tiled:
+        first, last = rows.start * D * per_word, rows.stop * D * per_word
+        band0, band1 = first // ROW // TILE_ROWS, -(-last // (ROW * TILE_ROWS))
+        high = _decode_tiles(header, order, sections, (band0, band1), (0, 1), jobs)
+        start = rows.start * D - band0 * TILE_ROWS * ROW // per_word
+        high = high.reshape(-1).view(np.int32 if per_word == 8 else np.uint16)
+        words = high[start : start + (rows.stop - rows.start) * D].reshape(-1, D)[:, columns]
+    else:
+        wide = ROW // per_word
+        bands = rows.start // TILE_ROWS, -(-rows.stop // TILE_ROWS)
+        tiles = columns.start // wide, -(-columns.stop // wide)
+        high = _decode_tiles(header, order, sections, bands, tiles, jobs)
+        high = high.view(np.int32 if per_word == 8 else np.uint16)
+        first, column = bands[0] * TILE_ROWS, tiles[0] * wide
+        words = high[
+            rows.start - first : rows.stop - first, columns.start - column : columns.stop - column
+        ]
+    if header.dtype == "F32":
+        low = sections["low"].view("<u2").reshape(F, D)[rows, columns]
+        words = words.astype(np.uint32) << np.uint32(16)
+        words |= low
+    return words
+
+
+def exponent_entropy(words: np.ndarray, jobs: int | None = None) -> float:
+    """Entropy of the exponents, or of the 4-bit values of int32 words, in bits; 0 of nothing."""
+    dtype = check_words(words, "huffman")
+    words = np.ascontiguousarray(words, WORDS[dtype]).reshape(-1)
+    high = _high(words, dtype)
+    padded = np.zeros(-(-high.size // 4) * 4, np.uint16)
+    padded[: high.size] = high
+    counts = count_symbols(padded, dtype == "I32", jobs)
+    counts[0] -= (padded.size - high.size) * (4 if dtype == "I32" else 1)
+    share = counts[counts > 0] / max(1, counts.sum())
+    return float(-(share * np.log2(share)).sum()) + 0.0
+
+
+def _coded_blob(
+    coding: Coding, raw: UnweightHeader, words: np.ndarray, jobs: int | None
+) -> tuple[np.ndarray | None, UnweightHeader]:
+    """Blob in the coding's form with room for a header, None where the raw one is no larger."""
+    order, form = coding.order, coding.form
+    header = dataclasses.replace(
+        *(raw,),
+        form=form,
+        palette=coding.palette,
+        lengths=coding.lengths,
+        verbatim_rows=coding.verbatim_rows,
+    )
+    # The sections without stream and escapes, which are last but for the low halves.
+    fixed = header.section_bytes(order)
+    low = fixed.pop("low", 0)
+    size = HEADER_BYTES + sum(fixed.values()) + low + coding.escapes
+    if size >= HEADER_BYTES + words.nbytes:
+        return None, raw
+    # Codes that make the blob as large as a raw one need no room.
+    blob = np.empty(HEADER_BYTES + words.nbytes if form == "huffman" else size, np.uint8)
+    sections, at = {}, HEADER_BYTES
+    for name, length in fixed.items():
+        sections[name] = blob[at : at + length]
+        at += length
+    arrays = dict(sections)
+    if form == "huffman":
+        arrays["chunk_bytes"] = np.empty(order.chunks, np.int64)
+    if form == "compact":
+        arrays["tile_first"] = np.empty(order.tiles, np.uint32)
+        arrays["pair_first"] = np.empty(order.num_parts(2), np.uint16)
+    if "sign_mantissa" in arrays and order.rows * ROW != order.num_weights:
+        arrays["sign_mantissa"] = np.empty(order.rows * ROW, np.uint8)
+    pieces = fill(coding, arrays, jobs)
+    size = at + sum(piece.size for piece in pieces) + low
+    if size >= HEADER_BYTES + words.nbytes:
+        return None, raw
+    if coding.verbatim_rows:
+        sections["bitmask"][:] = np.packbits(coding.flags_R, bitorder="little")
+    for name, kind in (("chunk_bytes", "<u2"), ("tile_first", "<u4"), ("pair_first", "<u2")):
+        if name in sections:
+            sections[name][:] = arrays[name].astype(kind).view(np.uint8)
+    if "sign_mantissa" in sections and arrays["sign_mantissa"] is not sections["sign_mantissa"]:
+        sections["sign_mantissa"][:] = arrays["sign_mantissa"][: order.num_weights]
+    for piece in pieces:
+        blob[at : at + piece.size] = piece
+        at += piece.size
+    if low:
+        blob[at : at + low].view("<u2")[:] = words.view("<u2")[0::2]
+    return blob[:size], header
+
+
+def _decode_tiles(
+    header: UnweightHeader,
+    order: TileOrder,
+    sections: dict[str, np.ndarray],
+    bands: tuple[int, int],
+    columns: tuple[int, int],
+    jobs: int | None,
+) -> np.ndarray:
+    """Words of a rectangle of tiles, uint16 [rows, words of a row]."""
+    nibbles = header.dtype == "I32"
+    width = (NIBBLE_WORDS if nibbles else ROW) * (columns[1] - columns[0])
+    rows = min(order.F, bands[1] * TILE_ROWS) - bands[0] * TILE_ROWS
+    out = np.empty((max(rows, 0), max(width, 0)), np.uint16)
+    if not out.size:
+        return out
+    empty = np.empty(0, np.uint8)
+    flags_R = np.zeros(order.rows, np.uint8)
+    if header.verbatim_rows:
+        flags_R = np.unpackbits(sections["bitmask"], count=order.rows, bitorder="little")
+        if np.count_nonzero(flags_R) != header.verbatim_rows:
+            raise Corrupt(f"bitmask: expected {header.verbatim_rows} rows, got others")
+    verbatim = _input(sections.get("verbatim", empty))
+    sign_mantissa = sections.get("sign_mantissa", empty)
+    if not nibbles and order.rows * ROW != order.num_weights:
+        padded = np.zeros(order.rows * ROW, np.uint8)
+        padded[: order.num_weights] = sign_mantissa
+        sign_mantissa = padded
+    sign_mantissa = _input(sign_mantissa)
+    geometry = order.across, order.F
+    target = out.reshape(-1), width, bands[0], columns[0]
+
+    if header.form == "huffman":
+        bytes_C = sections["chunk_bytes"].view("<u2").astype(np.int64)
+        if bytes_C.sum() != sections["stream"].size or bytes_C.max() > MAX_CHUNK_BYTES:
+            raise Corrupt(
+                f"chunks: expected {sections['stream'].size} bytes in all and at most "
+                f"{MAX_CHUNK_BYTES} in one, got {bytes_C.sum()} and {bytes_C.max()}"
+            )
+        first_C = np.concatenate([[0], np.cumsum(bytes_C)])
+        symbol_I, length_I = decode_table(header.lengths, kernels.MAX_CODE_BITS)
+        values = np.zeros(16, np.uint8)
+        values[: len(header.palette)] = header.palette
+        table = kernels.symbols_at_once(values[symbol_I], length_I)
+        # A decoder reads ahead; behind the last tile's chunks it gets zeros.
+        stream = _input(sections["stream"])
+        tail_first = max(0, stream.size - kernels.CHUNK_READ - 3 * MAX_CHUNK_BYTES)
+        tail = np.concatenate([stream[tail_first:], np.zeros(kernels.CHUNK_READ, np.uint8)])
+        codes = stream, _input(tail), tail_first, first_C
+
+        def work(first: int, last: int) -> int:
+            return kernels.decode_huffman(
+                *(*codes, nibbles, *geometry, first, last, flags_R, verbatim),
+                *(verbatim_before(flags_R, first, order), sign_mantissa, table, length_I),
+                *target,
+            )
+    elif header.form == "palette":
+        pairs = _value_pairs(header.palette)
+        codes_R = _input(sections["codes"])
+
+        def work(first: int, last: int) -> int:
+            return kernels.decode_palette(
+                *(codes_R, pairs, *geometry, first, last, flags_R, verbatim),
+                *(verbatim_before(flags_R, first, order), sign_mantissa, *target),
+            )
+    else:
+        escapes = _input(sections["escapes"])
+        values = np.zeros(8, np.uint8)
+        values[: len(header.palette)] = header.palette
+        tile_first = sections["tile_first"].view("<u4").astype(np.uint32)
+        tile_first = np.append(tile_first, np.uint32(escapes.size))
+        pair_first = sections["pair_first"].view("<u2").astype(np.uint16)
+        codes_R = _input(sections["codes"])
+
+        def work(first: int, last: int) -> int:
+            return kernels.decode_compact(
+                *(codes_R, values, *geometry, first, last, tile_first, pair_first, escapes),
+                *(sign_mantissa, *target),
+            )
+
+    if columns == (0, order.across):
+        within = bands[0] * order.across, bands[1] * order.across
+        results = on_tiles(work, order, jobs, within)
+    else:
+        runs = [
+            (b * order.across + columns[0], b * order.across + columns[1]) for b in range(*bands)
+        ]
+        results = on_threads(work, runs, jobs if rows * width > JOB_WEIGHTS else 1)
+    for tile in results:
+        if tile >= 0:
+            raise Corrupt(f"codes: those of tile {tile} are not the ones that were written")
+    return out
+
+
+def _high(words: np.ndarray, dtype: str) -> np.ndarray:
+    """The uint16 words that are coded: of float32 the high halves."""
+    return np.ascontiguousarray(words.view("<u2")[1::2]) if dtype == "F32" else words.view("<u2")
+
+
+def _value_pairs(palette: tuple[int, ...]) -> np.ndarray:
+    """Exponents of a byte of two ranks: [256] uint16, the first in the low byte."""
+    values = np.zeros(16, np.uint16)
+    values[: len(palette)] = palette
+    byte = np.arange(256)
+    return values[byte & 15] | values[byte >> 4] << np.uint16(8)
+
+
+def _input(blob: Buffer) -> np.ndarray:
+    """Bytes as an array that is read only, so that each kernel is compiled for one kind."""
+    data = np.frombuffer(blob, np.uint8).view(np.ndarray)
+    data.flags.writeable = False
+    return data
+
+
+def _in_sizes_of_files(header: UnweightHeader) -> UnweightHeader:
+    for name in ("row", "chunk_rows"):
+        if getattr(header, name) != getattr(OPTIONS, name):
+            raise Corrupt(
+                f"{name}: expected {getattr(OPTIONS, name)} in a file, got {getattr(header, name)}"
+            )
+    if max(header.lengths, default=0) > OPTIONS.max_code_bits:
+        raise Corrupt(f"code lengths: expected at most {OPTIONS.max_code_bits}, got others")
+    return header
