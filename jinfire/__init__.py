@@ -28,6 +28,10 @@ from jinfire.request import (
 )
 from jinfire.tokenizer import Tokenizer
 from jinfire.training import Routing, TrainableModel
+from jinfire.unweight.compress import compress
+from jinfire.unweight.decompress import decompress
+from jinfire.unweight.describe import describe_compressed
+from jinfire.unweight.verify import verify_compressed
 from pallas_kernels import ToolchainMissing
 from sharding import MeshSpec
 
@@ -63,6 +67,9 @@ __all__ = [
     "TransferFailed",
     "UnknownToken",
     "UnsupportedConfig",
+    "compress",
+    "decompress",
+    "describe_compressed",
     "fetch",
     "load_tokenizer",
     "open_checkpoint",
@@ -70,4 +77,5 @@ __all__ = [
     "plan_json",
     "request_metrics",
     "summary",
+    "verify_compressed",
 ]

@@ -18,7 +18,7 @@ class UnsupportedConfig(ValueError):
 
 
 class CheckpointMismatch(ValueError):
-    """Tensors that are missing, unexpected, truncated or of another shape than the model's."""
+    """Tensors that are missing, unexpected, damaged or of another shape than the model's."""
 
 
 class OutOfPages(RuntimeError):

@@ -31,10 +31,14 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ),
     ("models",),
     ("checkpoints.source", "checkpoints.int4", "checkpoints.config_json", "layout"),
-    ("checkpoints.stored",),
+    ("checkpoints.stored", "checkpoints.shards"),
+    ("unweight.container", "unweight.files"),
     ("checkpoints.hugging_face", "checkpoints.gguf", "checkpoints.store"),
     ("checkpoints.hugging_face_writer",),
     ("checkpoints",),
+    ("unweight.folder",),
+    ("unweight.compress", "unweight.decompress"),
+    ("unweight.verify", "unweight.describe"),
     ("kvcache.pages", "loading"),
     ("programs.sampler", "programs.runtime"),
     ("programs.batch",),
@@ -47,15 +51,18 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("scheduler", "runner", "ledger", "admission"),
     ("model", "engine", "training"),
     ("cli.console",),
-    ("cli.options", "cli.running"),
-    ("cli.generate", "cli.chat", "cli.inspect", "cli.plan", "cli.init", "cli.fetch", "cli.demo"),
+    ("cli.options", "cli.running", "cli.compressed"),
+    (
+        *("cli.generate", "cli.chat", "cli.inspect", "cli.plan", "cli.init", "cli.fetch"),
+        *("cli.demo", "cli.compress", "cli.decompress", "cli.verify"),
+    ),
     ("cli",),
     ("__main__",),
     ("",),  # jinfire/__init__.py re-exports
 )
 LEVEL = {name: level for level, row in enumerate(LEVELS) for name in row}
 # Packages whose __init__ is a docstring.
-LEVEL |= dict.fromkeys(("kvcache", "layers", "planner", "programs"), 0)
+LEVEL |= dict.fromkeys(("kvcache", "layers", "planner", "programs", "unweight"), 0)
 
 # Host arithmetic that is tested, and could be replayed, without a device.
 HOST_ONLY = (

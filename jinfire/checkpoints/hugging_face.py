@@ -1,6 +1,5 @@
 """A Hugging Face folder: `config.json` and safetensors, in one file or in shards with an index."""
 
-import json
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -9,8 +8,8 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
+from jinfire.checkpoints.shards import find_shards
 from jinfire.checkpoints.source import (
     BLOCK_BYTES,
     FLOATS,
@@ -26,9 +25,8 @@ from jinfire.checkpoints.stored import Copy, Form, Native, blocks, natives_of, s
 from jinfire.errors import CheckpointMismatch
 from jinfire.models import MODELS, ModelFamily, parse_config
 from jinfire.models.hf_fields import is_int
+from jinfire.unweight.container import LastBlob, TensorFile
 
-INDEX_NAME = "model.safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
 DTYPES = {
     code: np.dtype(kind)
     for code, kind in {
@@ -49,7 +47,7 @@ MAPPED_PART = 1 / 16
 
 
 class HuggingFaceSource:
-    """The tensors of a Hugging Face folder.
+    """The tensors of a Hugging Face folder, plain or compressed.
 
     The index is the truth: files it does not name are not read (and warned of), tensors it names
     must be where it says. Tensors of parts that are not read are skipped (`ignored_tensor`).
@@ -68,11 +66,14 @@ class HuggingFaceSource:
         self._embed = _native(family, "embed.weight")
         self._is_ignored = ignored_tensor(family, content, self.config.num_layers)
         self._forms = stored_forms(self.config, family.tensor_names)
-        self._file_of: dict[str, Path] = {}
+        self._file_of: dict[str, TensorFile] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._dtypes: dict[str, str] = {}
-        for path, listed in self._files().items():
-            self._add_file(path, listed)
+        self._last_blob = LastBlob()
+        shards = find_shards(folder)
+        self._warn_stray(shards.stray)
+        for path, listed in shards.files.items():
+            self._add_file(TensorFile(path, self._last_blob), listed)
         self._dtype_of = self._check()
 
     def names(self) -> set[str]:
@@ -95,15 +96,15 @@ class HuggingFaceSource:
         )
         # Opened anew for every few pieces: pages of a mapped file count as the process's memory
         # for as long as the mapping lives. Not for each, because opening parses the whole header.
-        for path, batch in self._batches(pieces, form, out.nbytes * MAPPED_PART):
-            with safe_open(path, framework="numpy") as file:
+        for file, batch in self._batches(pieces, form, out.nbytes * MAPPED_PART):
+            with file.reading() as read:
                 for piece in batch:
-                    part = file.get_slice(piece.native)[piece.source]
-                    out[piece.target] = form.logical(part)
+                    out[piece.target] = form.logical(read(piece.native, piece.source))
         return out
 
     def close(self) -> None:
-        """Nothing stays open between reads."""
+        """No file stays open between reads; the coded bytes that were read last go."""
+        self._last_blob.clear()
 
     def _row_bytes(self, form: Form, native: str) -> int:
         """Bytes of one row, of all that is not cut, of one matrix of a native tensor."""
@@ -112,102 +113,60 @@ class HuggingFaceSource:
 
     def _batches(
         self, pieces: Iterable[Copy], form: Form, most_bytes: float
-    ) -> Iterator[tuple[Path, list[Copy]]]:
+    ) -> Iterator[tuple[TensorFile, list[Copy]]]:
         """Runs of pieces of one file, of one block or at most so many bytes."""
-        path, batch, size = self._folder, [], 0
+        batch: list[Copy] = []
+        last, size = None, 0
         for piece in pieces:
             rows = piece.source[form.rows[0]]
             own = (rows.stop - rows.start) * self._row_bytes(form, piece.native)
             file = self._file_of[piece.native]
-            if batch and (file != path or size + own > max(BLOCK_BYTES, most_bytes)):
-                yield path, batch
+            if last and (file is not last or size + own > max(BLOCK_BYTES, most_bytes)):
+                yield last, batch
                 batch, size = [], 0
-            path, size = file, size + own
+            last, size = file, size + own
             batch.append(piece)
-        if batch:
-            yield path, batch
+        if last:
+            yield last, batch
 
     def _check_constants(self, form: Form, experts: slice) -> None:
         """Comparison of stored values that the config implies, for the part that is read."""
-        by_file: dict[Path, list[tuple[str, tuple[int, ...]]]] = {}
+        by_file: dict[TensorFile, list[tuple[str, tuple[int, ...]]]] = {}
         for native, _, values in form.constants(experts):
             by_file.setdefault(self._file_of[native], []).append((native, values))
-        for path, entries in by_file.items():
-            with safe_open(path, framework="numpy") as file:
+        for file, entries in by_file.items():
+            with file.reading() as read:
                 for native, values in entries:
-                    got = tuple(file.get_tensor(native).tolist())
+                    got = tuple(read(native, (slice(None),)).tolist())
                     if got != values:
                         raise CheckpointMismatch(
-                            f"{path}: {native}: expected {list(values)}, got {list(got)}"
+                            f"{file.path}: {native}: expected {list(values)}, got {list(got)}"
                         )
-
-    def _files(self) -> dict[Path, set[str] | None]:
-        """Files to read with the tensors the index expects in each, None without an index."""
-        present = {p.name for p in self._folder.glob("*.safetensors")}
-        index = self._folder / INDEX_NAME
-        if not index.exists():
-            name = SINGLE_NAME if SINGLE_NAME in present else next(iter(present), "")
-            if not present or (len(present) > 1 and name != SINGLE_NAME):
-                raise CheckpointMismatch(
-                    f"{self._folder}: expected {SINGLE_NAME} or {INDEX_NAME}, found "
-                    f"{listing(present) or 'no safetensors file (pickled weights are not read)'}"
-                )
-            self._warn_stray(present - {name})
-            return {self._folder / name: None}
-
-        content = read_json(index)
-        weight_map = content.get("weight_map") if isinstance(content, dict) else None
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointMismatch(f"{index}: expected a weight_map of tensor names to files")
-        shards: dict[str, set[str]] = {}
-        for tensor, shard in weight_map.items():
-            if not isinstance(shard, str) or (shard not in shards and not _is_plain(shard)):
-                raise CheckpointMismatch(
-                    f"{index}: {tensor}: expected the plain name of a safetensors file, "
-                    f"got {shard!r}"
-                )
-            shards.setdefault(shard, set()).add(tensor)
-        if missing := shards.keys() - present:
-            lost = set().union(*(shards[s] for s in missing))
-            raise CheckpointMismatch(
-                f"{self._folder}: missing shards {listing(missing)} with tensors {listing(lost)}"
-            )
-        self._warn_stray(present - shards.keys())
-        return {self._folder / shard: tensors for shard, tensors in sorted(shards.items())}
 
     def _warn_stray(self, stray: set[str]) -> None:
         if stray:
             warnings.warn(
                 f"{self._folder}: files that are not part of the checkpoint and are not read: "
                 f"{listing(stray)}",
-                stacklevel=5,
+                stacklevel=4,
             )
 
-    def _add_file(self, path: Path, listed: set[str] | None) -> None:
-        try:
-            with safe_open(path, framework="numpy") as file:
-                stored = set(file.keys())
-                wanted = stored if listed is None else listed
-                if lacking := wanted - stored:
-                    raise CheckpointMismatch(
-                        f"{path}: the index is stale, this file lacks {listing(lacking)}"
-                    )
-                for name in wanted:
-                    if self._is_ignored(name):
-                        continue
-                    view = file.get_slice(name)
-                    self._file_of[name] = path
-                    self._shapes[name] = tuple(view.get_shape())
-                    self._dtypes[name] = view.get_dtype()
-        except (SafetensorError, OSError) as error:
-            lost = _tensors_beyond_end(path)
-            named = f"; truncated tensors: {listing(lost)}" if lost else ""
+    def _add_file(self, file: TensorFile, listed: set[str] | None) -> None:
+        wanted = file.names if listed is None else {file.name_of(name) for name in listed}
+        if lacking := wanted - file.names:
             raise CheckpointMismatch(
-                f"{path}: not a complete safetensors file ({error}){named}"
-            ) from error
-        if unlisted := stored - wanted:
+                f"{file.path}: the index is stale, this file lacks {listing(lacking)}"
+            )
+        for name in wanted:
+            if self._is_ignored(name):
+                continue
+            self._file_of[name] = file
+            self._shapes[name] = file.shape(name)
+            self._dtypes[name] = file.dtype(name)
+        if unlisted := file.names - wanted:
             warnings.warn(
-                f"{path}: tensors that the index does not name are not read: {listing(unlisted)}",
+                f"{file.path}: tensors that the index does not name are not read: "
+                f"{listing(unlisted)}",
                 stacklevel=4,
             )
 
@@ -254,8 +213,8 @@ class HuggingFaceSource:
         )
 
     def _rows(self, native: str, rows: slice) -> np.ndarray:
-        with safe_open(self._file_of[native], framework="numpy") as file:
-            return file.get_slice(native)[(rows, slice(None))]
+        with self._file_of[native].reading() as read:
+            return read(native, (rows, slice(None)))
 
 
 def ignored_tensor(
@@ -290,34 +249,6 @@ def _native(family: ModelFamily, logical: str) -> str:
     return stored
 
 
-def _is_plain(shard: str) -> bool:
-    """Whether it is the name of a safetensors file of the folder, not a path elsewhere."""
-    return (
-        shard.endswith(".safetensors")
-        and Path(shard).name == shard
-        and "\\" not in shard
-        and "\0" not in shard
-    )
-
-
 def _name(code: str) -> str:
     """NumPy's name of a dtype, or the file's own where it is none that is read."""
     return DTYPE_NAMES.get(code, code)
-
-
-def _tensors_beyond_end(path: Path) -> list[str]:
-    """Tensors whose bytes a truncated file lacks, as far as its header can be read."""
-    try:
-        with path.open("rb") as file:
-            header_bytes = int.from_bytes(file.read(8), "little")
-            data_bytes = path.stat().st_size - 8 - header_bytes
-            if not 0 <= header_bytes <= path.stat().st_size:
-                return []
-            header = json.loads(file.read(header_bytes))
-        return [
-            name
-            for name, entry in header.items()
-            if name != "__metadata__" and entry["data_offsets"][1] > data_bytes
-        ]
-    except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
-        return []

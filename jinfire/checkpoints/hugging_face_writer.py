@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from safetensors.numpy import save_file
 
-from jinfire.checkpoints.hugging_face import INDEX_NAME, SINGLE_NAME
+from jinfire.checkpoints.shards import INDEX_NAME, SINGLE_NAME
 from jinfire.checkpoints.source import (
     Index,
     TensorSource,

@@ -8,9 +8,21 @@ import os
 import sys
 from collections.abc import Sequence
 
-from jinfire.cli import chat, console, demo, fetch, generate, init, inspect, plan
+from jinfire.cli import (
+    chat,
+    compress,
+    console,
+    decompress,
+    demo,
+    fetch,
+    generate,
+    init,
+    inspect,
+    plan,
+    verify,
+)
 
-COMMANDS = (generate, chat, inspect, plan, init, fetch, demo)
+COMMANDS = (generate, chat, inspect, plan, init, compress, decompress, verify, fetch, demo)
 
 EPILOG = """\
 examples:

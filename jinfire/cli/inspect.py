@@ -12,7 +12,7 @@ from jinfire.checkpoints import load_tokenizer, open_checkpoint
 from jinfire.checkpoints.gguf import read_metadata
 from jinfire.checkpoints.source import read_json
 from jinfire.checkpoints.store import CONFIG_NAME, config_to_json
-from jinfire.cli import console, options
+from jinfire.cli import compressed, console, options
 from jinfire.config import ModelConfig
 from jinfire.errors import UnsupportedConfig
 from jinfire.layout import StageLayout
@@ -24,6 +24,7 @@ from jinfire.models.spec import (
     parameter_count,
     parameters_by_tensor,
 )
+from jinfire.unweight.describe import Description, describe_compressed, is_compressed
 from jinfire.weights import parse_dtype
 from sharding import MeshSpec
 
@@ -31,6 +32,7 @@ EXAMPLES = """\
 examples:
   jinfire inspect
   jinfire inspect --model ~/models/Llama-3.2-1B --tensors
+  jinfire inspect --model ~/models/Llama-3.1-8B-unweight
   jinfire inspect --prefill 2x3 --decode 4x1
   jinfire inspect --json | jq .kv_bytes_per_token
 """
@@ -43,7 +45,8 @@ def add_parser(subparsers: Any) -> None:
         "inspect",
         help="describe a checkpoint",
         description="Describe a checkpoint: model, sizes, valid layouts, tokenizer, metadata. "
-        "No weights are loaded. A layout flag shows how the model lies on that mesh.",
+        "No weights are loaded. A layout flag shows how the model lies on that mesh. A compressed "
+        "folder or file shows what is saved where, too.",
         epilog=EXAMPLES,
     )
     parser.set_defaults(run=run)
@@ -54,12 +57,36 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    document = describe(options.model_path(args), _meshes(args), args.tensors)
+    path = options.model_path(args)
+    unweight = describe_compressed(path) if is_compressed(path) else None
+    document = _model(path, _meshes(args), args.tensors, unweight is not None)
     if args.json:
+        if unweight is not None:
+            tensors = compressed.tensor_documents(unweight)
+            document["unweight"] = {**compressed.document(unweight), "tensors": tensors}
         console.print_json({"command": "inspect", **document})
-    else:
+        return console.OK
+    if "config" in document:
         _print(document)
+    elif "error" in document:
+        console.print_note(f"jinfire: {document['error']}")
+    if unweight is not None:
+        _print_unweight(path, unweight, args.tensors)
     return console.OK
+
+
+def _model(
+    path: Path, meshes: dict[str, MeshSpec], with_tensors: bool, is_coded: bool
+) -> dict[str, Any]:
+    """What is known about the model, of which a compressed folder may be none that is read."""
+    if is_coded and not (path / "config.json").is_file():
+        return {"path": path}
+    try:
+        return describe(path, meshes, with_tensors)
+    except UnsupportedConfig as error:
+        if not is_coded:
+            raise
+        return {"path": path, "error": str(error)}
 
 
 def _meshes(args: argparse.Namespace) -> dict[str, MeshSpec]:
@@ -327,6 +354,17 @@ def _tokenizer_rows(tokenizer: dict[str, Any] | None) -> list[tuple[str, object]
 def _short(value: object) -> str:
     text = " ".join(str(value).split())
     return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - 3]}..."
+
+
+def _print_unweight(path: Path, description: Description, with_tensors: bool) -> None:
+    if (path / "config.json").is_file():
+        print()
+    console.print_table("Unweight", compressed.total_rows(description))
+    print()
+    if with_tensors:
+        compressed.print_sizes("tensors", list(description.tensors))
+    else:
+        compressed.print_sizes("kinds of tensors", description.kinds())
 
 
 def _print_tensors(tensors: list[dict[str, Any]]) -> None:

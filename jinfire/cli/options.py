@@ -146,6 +146,23 @@ def add_sampling(parser: argparse.ArgumentParser, **defaults: object) -> None:
     )
 
 
+def add_jobs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--jobs",
+        type=positive,
+        metavar="N",
+        help="threads, which work on one tensor at a time (default: one for each CPU)",
+    )
+
+
+def add_force(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--force",
+        action="store_true",
+        help="replace files of DST that are not of an earlier run of the same command",
+    )
+
+
 def add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json",
