@@ -154,7 +154,7 @@ peer-zipnn:
 	    echo "==> ZipNN and zstd in .peers/zipnn"; \
 	    rm -rf .peers/zipnn; \
 	    "$$python" -m venv .peers/zipnn; \
-	    .peers/zipnn/bin/python -m pip install $(PIP_FLAGS) zipnn==0.5.4 zstandard==0.25.0; \
+	    .peers/zipnn/bin/python -m pip install $(PIP_FLAGS) torch==2.13.0 zipnn==0.5.4 zstandard==0.25.0; \
 	    touch .peers/zipnn/.installed; \
 	fi
 

@@ -68,7 +68,7 @@ class UnweightExactnessConfig:
 
 
 def configs(smoke: bool) -> list[UnweightExactnessConfig]:
-    variants = list(jf.UNWEIGHT_VARIANTS)
+    variants = list(jf.VARIANTS)
     small: dict[str, Any] = {}
     placements: list[tuple[Layout, Layout | None]] = [(SINGLE_DEVICE, None), DISAGGREGATED]
     if smoke:

