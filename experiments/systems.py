@@ -91,7 +91,9 @@ def codec_process() -> System:
 
 def zipnn_process(options: Options) -> System:
     _require("ZipNN", options.zipnn_python)
-    return System("zipnn", [options.zipnn_python, PEERS / "zipnn_bench.py"])
+    # Its torch warns of what ZipNN does at import.
+    quiet = ("-W", "ignore::FutureWarning")
+    return System("zipnn", [options.zipnn_python, *quiet, PEERS / "zipnn_bench.py"])
 
 
 STARTERS: dict[str, Callable[[Options], System]] = {"hf": hf_process, "llama": llama_process}

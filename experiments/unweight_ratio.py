@@ -59,10 +59,10 @@ class UnweightRatioConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Published:
-    """What a system's authors say. Bits per weight from `low` to `high`, None where unstated."""
+    """What a system's authors say. Bits per weight from `low` to `high`."""
 
-    low: float | None
-    high: float | None
+    low: float
+    high: float
     tensors: str
     speed: str
     source: str
@@ -324,9 +324,9 @@ def parts_table(rows: Sequence[Row]) -> Table:
             config["part"],
             number(values["weights"]),
             number(values["exponent_entropy_bits"], 4),
-            number(values["bound_bits"], 4),
+            number(values["bound_bits"], 5),
             *(
-                number(values[f"{form}_bits"], 4) + (f" (≤ {MLP_BARS[form]:.2f})" if barred else "")
+                number(values[f"{form}_bits"], 5) + (f" (≤ {MLP_BARS[form]:.2f})" if barred else "")
                 for form in FORMS
             ),
             number(values["verbatim_share"] * 100),
@@ -403,7 +403,7 @@ def published_table(rows: Sequence[Row]) -> Table:
     lines = []
     for row in rows:
         values = row["values"]
-        low, high = (number(values[name], 5) for name in ("bits_low", "bits_high"))
+        low, high = (f"{values[name]:g}" for name in ("bits_low", "bits_high"))
         cells = (
             row["config"]["weights"],
             low if low == high else f"{low} to {high}",
