@@ -5,7 +5,7 @@ Encoded by the format's NumPy oracle, the only one that knows other choices than
 
 import dataclasses
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from tqdm import tqdm
@@ -59,35 +59,27 @@ def configs(smoke: bool) -> list[UnweightAblationConfig]:
 
 
 DEFINITIONS = {
-    "weights": "number of weights",
     "bits_per_weight": "8 x bytes of all tensors' blobs / weights, everything counted",
-    "over_default_bits": "bits_per_weight less those of the same tensors and form by the format's "
-    "own choices",
+    "over_default_bits": "bits_per_weight less those of MLPs in the same form by the format's own "
+    "choices",
 }
 
 
 def run(todo: Sequence[UnweightAblationConfig], options: Options) -> Iterator[Measured]:
     tensors: dict[str, dict[str, np.ndarray]] = {}
-    defaults: dict[UnweightAblationConfig, int] = {}
+    defaults: dict[UnweightAblationConfig, float] = {}
     for config in tqdm(todo, desc="unweight_ablation", unit="row", file=sys.stderr, disable=None):
         if config.weights not in tensors:
             tensors = {config.weights: words_of(WEIGHT_SETS[config.weights], options)}
-        chosen = [
-            words
-            for name, words in tensors[config.weights].items()
-            if config.tensors in (ALL, kind_of(name, words.shape))
-        ]
-        own = UnweightAblationConfig(config.weights, config.form, config.tensors)
+        own = UnweightAblationConfig(config.weights, config.form)
         if own not in defaults:
-            defaults[own] = encoded_bytes(chosen, own)
-        size_bytes = defaults[own] if config == own else encoded_bytes(chosen, config)
-        weights = sum(words.size for words in chosen)
+            defaults[own] = encoded_bits(tensors[config.weights], own)
+        bits = defaults[own] if config == own else encoded_bits(tensors[config.weights], config)
         yield Measured(
             config=config,
             values={
-                "weights": weights,
-                "bits_per_weight": 8 * size_bytes / weights,
-                "over_default_bits": 8 * (size_bytes - defaults[own]) / weights,
+                "bits_per_weight": bits,
+                "over_default_bits": bits - defaults[own],
             },
             n=1,
             definitions=DEFINITIONS,
@@ -96,17 +88,24 @@ def run(todo: Sequence[UnweightAblationConfig], options: Options) -> Iterator[Me
         )
 
 
-def encoded_bytes(tensors: Sequence[np.ndarray], config: UnweightAblationConfig) -> int:
+def encoded_bits(tensors: Mapping[str, np.ndarray], config: UnweightAblationConfig) -> float:
+    """Bits per weight of the tensors that the config means."""
+    chosen = [
+        words
+        for name, words in tensors.items()
+        if config.tensors in (ALL, kind_of(name, words.shape))
+    ]
     choices = jf.UnweightOptions(
         row=config.row_weights,
         palette=config.palette_entries,
         chunk_rows=config.chunk_rows,
         max_code_bits=config.max_code_bits,
     )
-    return sum(
+    size_bytes = sum(
         jf.unweight_reference_encode(words, config.form, choices).size
-        for words in tqdm(tensors, desc="tensors", file=sys.stderr, disable=None, leave=False)
+        for words in tqdm(chosen, desc="tensors", file=sys.stderr, disable=None, leave=False)
     )
+    return 8 * size_bytes / sum(words.size for words in chosen)
 
 
 def devices(config: Config) -> int:
@@ -147,7 +146,11 @@ def table(rows: Sequence[Row]) -> Table:
         caption="Bits per BF16 weight when one choice of the format is another.",
         columns=("form", "choice", *columns),
         rows=tuple(lines),
-        notes=provenance(rows),
+        notes=(
+            "A palette of fewer entries keeps codes of 4 bits; the rows that it does not cover are "
+            "verbatim.",
+            *provenance(rows),
+        ),
         numeric=frozenset(range(2, 2 + len(columns))),
     )
 
