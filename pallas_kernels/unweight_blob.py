@@ -281,7 +281,7 @@ def check_words(words: np.ndarray, form: str) -> str:
 
     Raises: ValueError where it or the form is none of the format.
     """
-    names = [name for name, word in DTYPES if words.dtype == word]
+    names = [name for name, word in DTYPES if words.dtype.newbyteorder("=") == word]
     if not names:
         raise ValueError(
             "words: expected uint16 (bfloat16), uint32 (float32) or int32 (eight 4-bit values), "

@@ -26,7 +26,8 @@ def code_lengths(counts: Sequence[int], max_bits: int) -> list[int]:
         return lengths
     if len(used) > 1 << max_bits:
         raise ValueError(f"max_bits: expected codes for {len(used)} symbols, got {max_bits} bits")
-    symbols = sorted((int(counts[symbol]), (symbol,)) for symbol in used)
+    symbols: list[tuple[int, tuple[int, ...]]] = [(int(counts[s]), (s,)) for s in used]
+    symbols.sort()
     items = symbols
     for _ in range(max_bits - 1):
         pairs = zip(items[0::2], items[1::2], strict=False)

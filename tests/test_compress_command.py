@@ -19,11 +19,12 @@ from commands import GREEDY, SMALL, errors, last_json, make_chat_model, run
 from compressing import INDEX, any_words, files_of, trained_like, write_shards
 from safetensors.numpy import save_file
 
+from jinfire.unweight.compress import mlp_tensors
 from jinfire.unweight.container import TensorFile
 
 ROOT = Path(__file__).parent.parent
 SHARDED = "llama32_tied_sharded_bf16"
-SINGLE = "model.safetensors"
+INT4 = "kimi_k25_int4_sharded"
 
 
 @pytest.fixture
@@ -162,33 +163,40 @@ def test_generate_reads_a_compressed_folder(tmp_path, capsys):
     ("case", "some"),
     [
         (SHARDED, "model.layers.2.mlp.up_proj.weight"),
-        (
-            "kimi_k25_int4_sharded",
-            "language_model.model.layers.2.mlp.experts.3.up_proj.weight_packed",
-        ),
+        (INT4, "language_model.model.layers.2.mlp.experts.3.up_proj.weight_packed"),
+        (INT4, "language_model.model.layers.2.mlp.experts.3.up_proj.weight_scale"),
+        (INT4, "language_model.model.layers.2.mlp.shared_experts.down_proj.weight"),
         ("llama4_step2_bf16", "model.layers.1.feed_forward.experts.gate_up_proj"),
         ("mixtral_bf16", "model.layers.0.block_sparse_moe.experts.2.w3.weight"),
     ],
 )
 def test_mlp_alone(golden, tmp_path, capsys, case, some):
     """Dense ones, experts and shared experts; attention, embeddings and routers stay."""
-    assert run("compress", golden(case), tmp_path / "coded", "--tensors", "mlp") == 0
-    capsys.readouterr()
-    files = [TensorFile(path) for path in sorted((tmp_path / "coded").glob("*.safetensors"))]
-    coded = {n for file in files for n in file.names if file.stored_name(n) != n}
     marks = (".mlp.", ".feed_forward.", ".block_sparse_moe.")
-    large = {
+    others = (".gate.weight", ".router.weight", "_bias", "_shape")
+    plain = list(map(TensorFile, sorted(golden(case).glob("*.safetensors"))))
+    expected = {
         name
-        for file in map(TensorFile, sorted(golden(case).glob("*.safetensors")))
+        for file in plain
         for name in file.names
         if any(mark in name for mark in marks)
-        and not name.endswith(("gate.weight", "router.weight", "_bias", "_shape"))
-        and np.prod(file.shape(name)) * 2 >= 8192
+        and not name.endswith(others)
+        and not name.startswith("vision_tower.")
     }
-    assert some in large
-    assert coded <= large
-    # Random 4-bit values and scales of few bits are not worth it.
-    assert {name for name in large - coded if not name.endswith(("_packed", "_scale"))} == set()
+    assert some in expected == mlp_tensors(golden(case))
+
+    assert run("compress", golden(case), tmp_path / "coded", "--tensors", "mlp") == 0
+    capsys.readouterr()
+    files = list(map(TensorFile, sorted((tmp_path / "coded").glob("*.safetensors"))))
+    coded = {name for file in files for name in file.names if file.stored_name(name) != name}
+    large = {
+        name
+        for file in plain
+        for name in file.names & expected
+        if file.dtype(name) == "BF16" and np.prod(file.shape(name)) * 2 >= 8192
+    }
+    assert large
+    assert large <= coded <= expected
     assert run("decompress", tmp_path / "coded", tmp_path / "again") == 0
     assert files_of(tmp_path / "again") == files_of(golden(case))
 

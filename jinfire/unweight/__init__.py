@@ -1,1 +1,1 @@
-"""Lossless compression of weights: coding on the host, compressed folders, device forms."""
+"""Lossless compression of weights on the host: codec, container, device form."""

@@ -9,7 +9,7 @@ import xxhash
 
 from jinfire.unweight import kernels
 from jinfire.unweight.coding import NIBBLE_WORDS, OPTIONS, Coding, count_symbols, fill, plan
-from jinfire.unweight.tiles import JOB_WEIGHTS, on_threads, on_tiles, verbatim_before
+from jinfire.unweight.tiles import on_threads, on_tiles, threads, verbatim_before
 from pallas_kernels import (
     Corrupt,
     TileOrder,
@@ -85,6 +85,9 @@ def decode_part(
 
     Raises: Corrupt where header, sections or the codes of these tiles do not fit together.
     """
+    for name, size, chosen in zip(("rows", "columns"), shape, part, strict=True):
+        if not 0 <= chosen.start <= chosen.stop <= size or chosen.step not in (None, 1):
+            raise ValueError(f"part: expected {name} within 0 to {size}, got {chosen}")
     data = _input(blob)
     header = _in_sizes_of_files(UnweightHeader.parse(data))
     order = header.order(shape if tensor is None else tensor)
@@ -269,7 +272,7 @@ def _decode_tiles(
         runs = [
             (b * order.across + columns[0], b * order.across + columns[1]) for b in range(*bands)
         ]
-        results = on_threads(work, runs, jobs if rows * width > JOB_WEIGHTS else 1)
+        results = on_threads(work, runs, threads(rows * width, jobs))
     for tile in results:
         if tile >= 0:
             raise Corrupt(f"codes: those of tile {tile} are not the ones that were written")
@@ -291,7 +294,8 @@ def _value_pairs(palette: tuple[int, ...]) -> np.ndarray:
 
 def _input(blob: Buffer) -> np.ndarray:
     """Bytes as an array that is read only, so that each kernel is compiled for one kind."""
-    data = np.frombuffer(blob, np.uint8).view(np.ndarray)
+    data = blob if isinstance(blob, np.ndarray) else np.frombuffer(blob, np.uint8)
+    data = data.view(np.ndarray)
     data.flags.writeable = False
     return data
 

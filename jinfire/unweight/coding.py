@@ -61,11 +61,19 @@ def plan(words: np.ndarray, order: TileOrder, form: str, nibbles: bool, jobs: in
     if form == "compact":
         escapes = int(counts.sum() - counts[list(palette)].sum())
     elif counts.sum() != counts[list(palette)].sum():
+        values = np.array(palette, np.uint8)
+        low = high = palette[0]
+        while low - 1 in palette:
+            low -= 1
+        while high + 1 in palette:
+            high += 1
 
         def mark(first: int, last: int) -> np.ndarray:
             removed = np.zeros(256, np.int64)
-            values = np.array(palette, np.uint8)
-            kernels.mark_rows(words, values, order.across, order.F, first, last, flags_R, removed)
+            kernels.mark_rows(
+                *(words, values, low, high - low, order.across, order.F, first, last),
+                *(flags_R, removed),
+            )
             return removed
 
         counts = counts + sum(on_tiles(mark, order, jobs))

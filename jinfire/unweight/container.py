@@ -35,8 +35,9 @@ CODED_DTYPES = {
     "F32": (np.dtype("<u4"), np.dtype(np.float32)),
     "I32": (np.dtype("<i4"), np.dtype(np.int32)),
 }
-# Pages of one opening of a file. They count as memory of the process while it lasts.
-MAPPED_BYTES = 32 * 2**20
+# Pages of one opening of a file, which count as memory of the process while it lasts: a block, or
+# a part of a large tensor.
+MAPPED_PART = 1 / 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,7 +282,7 @@ class TensorFile:
             return last.blob
         last.clear()  # before the next one is there
         stored = name + SUFFIX
-        if self._stored[stored][0][0] <= MAPPED_BYTES:
+        if self._stored[stored][0][0] <= BLOCK_BYTES:
             blob = file.get_tensor(stored)
         else:
             with BlockReader(self.path) as reader:
@@ -378,8 +379,9 @@ class BlockReader:
             return
         axis = next((axis for axis, size in enumerate(shape) if size > 1), 0)
         row_bytes = math.prod(shape[axis + 1 :]) * itemsize
+        most_bytes = max(BLOCK_BYTES, shape[axis] * row_bytes * MAPPED_PART)
         for rows in row_blocks(slice(0, shape[axis]), row_bytes):
-            part = self._opened().get_slice(name)[(*[slice(0, 1)] * axis, rows)]
+            part = self._opened(most_bytes).get_slice(name)[(*[slice(0, 1)] * axis, rows)]
             self._mapped_bytes += part.nbytes
             yield part.reshape(-1).view(np.uint8)
 
@@ -390,8 +392,8 @@ class BlockReader:
             return shape, self._opened().get_tensor(name).itemsize
         return shape, view[(slice(0, 1),) * len(shape)].itemsize
 
-    def _opened(self) -> Any:
-        if self._file is None or self._mapped_bytes >= MAPPED_BYTES:
+    def _opened(self, most_bytes: float = BLOCK_BYTES) -> Any:
+        if self._file is None or self._mapped_bytes >= most_bytes:
             self._close()
             self._file = self._stack.enter_context(safe_open(self._path, framework="numpy"))
         return self._file

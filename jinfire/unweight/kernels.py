@@ -18,11 +18,17 @@ from jinfire.unweight.vectors import (
     join_words,
     load_u64,
     lowest_bit,
+    outside_bits,
+    prefetch,
     select_bits,
     split_nibbles,
     split_words,
     store_u64,
 )
+
+# numba keeps what it compiled until the file of a kernel changes, whatever that file imports. So
+# this is the XXH3 of vectors.py, which a test compares.
+VECTORS = "5848c1180c7c529f"
 
 TILE_ROWS = 64
 CHUNK_ROWS = 16
@@ -57,8 +63,11 @@ def count_values(words, shift, first, last):
 
 
 @njit(nogil=True, cache=True)
-def mark_rows(words, palette, across, F, first, last, flags_R, counts):
-    """Flags of the rows with a value outside the palette; takes their values out of the counts."""
+def mark_rows(words, palette, low, span, across, F, first, last, flags_R, counts):
+    """Flags of the rows with a value outside the palette; takes their values out of the counts.
+
+    All of `low` to `low + span` are in the palette, which decides for most rows.
+    """
     exps = np.empty(ROW, np.uint8)
     sms = np.empty(ROW, np.uint8)
     r = first_row(first, across, F)
@@ -68,6 +77,10 @@ def mark_rows(words, palette, across, F, first, last, flags_R, counts):
         height = min(TILE_ROWS, F - band * TILE_ROWS)
         for i in range(height):
             at = (band * TILE_ROWS + i) * across * ROW + column
+            prefetch(words, at + ROW)
+            if outside_bits(words, at, low, span) == U(0):
+                r += 1
+                continue
             split_words(words, at, exps, 0, sms, 0)
             known = U(0)
             for value in palette:
@@ -125,6 +138,8 @@ def encode_huffman(
             if nibbles:
                 split_nibbles(words, place * 16, exps, 0)
             else:
+                # Tiles to the right: the rows of a tile lie too far apart for the processor to see.
+                prefetch(words, (place + 1) * ROW)
                 split_words(words, place * ROW, exps, 0, sm, r * ROW)
             if flags_R[r]:
                 for j in range(0, ROW, 8):
@@ -169,6 +184,7 @@ def encode_palette(words, across, F, first, last, flags_R, pairs, sm, codes, ver
         height = min(TILE_ROWS, F - band * TILE_ROWS)
         for i in range(height):
             place = (band * TILE_ROWS + i) * across + column
+            prefetch(words, (place + 1) * ROW)
             split_words(words, place * ROW, exps, 0, sm, r * ROW)
             if flags_R[r]:
                 for j in range(0, ROW, 8):
@@ -203,6 +219,7 @@ def encode_compact(words, palette, across, F, first, last, sm, codes, escapes, t
                 pairs[pair] = x - tiles[tile]
                 pair += 1
             place = (band * TILE_ROWS + i) * across + column
+            prefetch(words, (place + 1) * ROW)
             split_words(words, place * ROW, exps, 0, sm, r * ROW)
             p0 = p1 = p2 = known = U(0)
             for rank in range(palette.size):
@@ -375,7 +392,7 @@ def decode_huffman(
 def decode_palette(
     codes, values, across, F, first, last, flags_R, verbatim, v, sm, out, stride, band0, column0
 ):
-    """Words of these tiles.
+    """Words of these tiles; gives -1.
 
     Shapes: codes [R x 32]; values [256] uint16, the two exponents of a byte of codes; the rest as
     in `decode_huffman`.
@@ -397,6 +414,7 @@ def decode_palette(
                     two[j] = values[codes[r * 32 + j]]
                 join_words(exps, 0, sm, r * ROW, out, to)
             r += 1
+    return -1
 
 
 @njit(nogil=True, cache=True)

@@ -4,6 +4,7 @@ Arguments that end in `at` are places in the array before them, in elements. Not
 caller stays inside its arrays. Vectors are unaligned, and bytes are little-endian as the format's.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -13,6 +14,8 @@ from numba.extending import intrinsic
 ROW = 64
 BYTE, HALF, LONG = ir.IntType(8), ir.IntType(16), ir.IntType(64)
 LANES = ir.IntType(32)
+CACHE_LINE = 64
+_PREFETCH = ir.FunctionType(ir.VoidType(), [BYTE.as_pointer(), *[LANES] * 3])
 
 
 def _vector(element: ir.Type, length: int = ROW) -> ir.VectorType:
@@ -29,17 +32,17 @@ class _Rows:
     def __init__(self, context: Any, builder: Any, signature: Any) -> None:
         self.context, self.builder, self.signature = context, builder, signature
 
-    def _pointer(self, args: Any, argument: int, kind: ir.Type) -> Any:
+    def pointer(self, args: Any, argument: int, kind: ir.Type) -> Any:
         array = self.context.make_array(self.signature.args[argument])
         data = array(self.context, self.builder, args[argument]).data
         place = self.builder.gep(data, [args[argument + 1]])
         return self.builder.bitcast(place, kind.as_pointer())
 
     def load(self, args: Any, argument: int, kind: ir.Type) -> Any:
-        return self.builder.load(self._pointer(args, argument, kind), align=1)
+        return self.builder.load(self.pointer(args, argument, kind), align=1)
 
     def store(self, args: Any, argument: int, value: Any) -> None:
-        self.builder.store(value, self._pointer(args, argument, value.type), align=1)
+        self.builder.store(value, self.pointer(args, argument, value.type), align=1)
 
     def nibbles(self, packed: Any) -> Any:
         """The 64 nibbles of 32 bytes, low ones first, a byte each."""
@@ -61,11 +64,22 @@ class _Rows:
         return b.or_(low, b.shl(high, _constant(high.type, 4)))
 
 
+def _spread(builder: Any, value: Any) -> Any:
+    """A byte in all of 64 places."""
+    one = builder.insert_element(ir.Constant(_vector(BYTE), ir.Undefined), value, LANES(0))
+    return builder.shuffle_vector(one, one, _constant(_vector(LANES), 0))
+
+
 def _dummy(context: Any) -> Any:
     return context.get_dummy_value()
 
 
-@intrinsic
+def operation(typing: Callable[..., Any]) -> Callable[..., Any]:
+    """What compiled functions call with the arguments behind `typing`."""
+    return intrinsic(typing)
+
+
+@operation
 def load_u64(typing: Any, data: Any, data_at: Any) -> Any:
     """Eight bytes of a uint8 array as a number."""
 
@@ -75,7 +89,7 @@ def load_u64(typing: Any, data: Any, data_at: Any) -> Any:
     return types.uint64(data, types.int64), lower
 
 
-@intrinsic
+@operation
 def store_u64(typing: Any, data: Any, data_at: Any, value: Any) -> Any:
     """Eight bytes of a uint8 array from a number."""
 
@@ -86,7 +100,7 @@ def store_u64(typing: Any, data: Any, data_at: Any, value: Any) -> Any:
     return types.void(data, types.int64, types.uint64), lower
 
 
-@intrinsic
+@operation
 def split_words(typing: Any, words: Any, at: Any, exps: Any, e_at: Any, sms: Any, s_at: Any) -> Any:
     """Exponents, and bytes of sign and mantissa, of 64 bfloat16 words."""
 
@@ -103,7 +117,7 @@ def split_words(typing: Any, words: Any, at: Any, exps: Any, e_at: Any, sms: Any
     return types.void(words, at, exps, at, sms, at), lower
 
 
-@intrinsic
+@operation
 def join_words(typing: Any, exps: Any, e_at: Any, sms: Any, s_at: Any, words: Any, at: Any) -> Any:
     """The inverse of `split_words`."""
 
@@ -121,7 +135,7 @@ def join_words(typing: Any, exps: Any, e_at: Any, sms: Any, s_at: Any, words: An
     return types.void(exps, at, sms, at, words, at), lower
 
 
-@intrinsic
+@operation
 def split_nibbles(typing: Any, words: Any, at: Any, nibbles: Any, n_at: Any) -> Any:
     """The 64 values of 16 words (32 bytes) of 4-bit values, a byte each."""
 
@@ -133,7 +147,7 @@ def split_nibbles(typing: Any, words: Any, at: Any, nibbles: Any, n_at: Any) -> 
     return types.void(words, types.int64, nibbles, types.int64), lower
 
 
-@intrinsic
+@operation
 def join_nibbles(typing: Any, nibbles: Any, n_at: Any, words: Any, at: Any) -> Any:
     """The inverse of `split_nibbles`."""
 
@@ -145,20 +159,46 @@ def join_nibbles(typing: Any, nibbles: Any, n_at: Any, words: Any, at: Any) -> A
     return types.void(nibbles, types.int64, words, types.int64), lower
 
 
-@intrinsic
+@operation
 def equal_bits(typing: Any, data: Any, data_at: Any, value: Any) -> Any:
     """Bit j says whether byte j of 64 is the value."""
 
     def lower(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         byte, b = _Rows(context, builder, signature).load(args, 0, _vector(BYTE)), builder
-        one = b.insert_element(ir.Constant(byte.type, ir.Undefined), args[2], LANES(0))
-        same = b.shuffle_vector(one, one, _constant(_vector(LANES), 0))
-        return b.bitcast(b.icmp_unsigned("==", byte, same), LONG)
+        return b.bitcast(b.icmp_unsigned("==", byte, _spread(b, args[2])), LONG)
 
     return types.uint64(data, types.int64, types.uint8), lower
 
 
-@intrinsic
+@operation
+def outside_bits(typing: Any, words: Any, at: Any, low: Any, span: Any) -> Any:
+    """Bit j says that the exponent of word j of 64 is not in `low` to `low + span`."""
+
+    def lower(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word, b = _Rows(context, builder, signature).load(args, 0, _vector(HALF)), builder
+        exponent = b.trunc(b.lshr(word, _constant(word.type, 7)), _vector(BYTE))
+        above = b.sub(exponent, _spread(b, args[2]))
+        return b.bitcast(b.icmp_unsigned(">", above, _spread(b, args[3])), LONG)
+
+    return types.uint64(words, types.int64, types.uint8, types.uint8), lower
+
+
+@operation
+def prefetch(typing: Any, words: Any, at: Any) -> Any:
+    """Asks for the 64 words from a place on, which need not be in the array, to be in the cache."""
+
+    def lower(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        fetch = builder.module.declare_intrinsic("llvm.prefetch", [BYTE.as_pointer()], _PREFETCH)
+        pointer = _Rows(context, builder, signature).pointer(args, 0, BYTE)
+        for offset in (0, CACHE_LINE):
+            line = builder.gep(pointer, [LONG(offset)])
+            builder.call(fetch, [line, LANES(0), LANES(3), LANES(1)])
+        return _dummy(context)
+
+    return types.void(words, types.int64), lower
+
+
+@operation
 def select_bits(
     typing: Any, bit0: Any, bit1: Any, bit2: Any, values: Any, values_at: Any, out: Any, at: Any
 ) -> Any:
@@ -183,7 +223,7 @@ def select_bits(
     return types.void(bits, bits, bits, values, at, out, at), lower
 
 
-@intrinsic
+@operation
 def lowest_bit(typing: Any, bits: Any) -> Any:
     """Place of the lowest bit that is set, 64 where none is."""
 
