@@ -24,6 +24,9 @@ HEADER_BYTES = 64
 HASH_AT = 56
 WORDS = {"BF16": np.dtype("<u2"), "F32": np.dtype("<u4"), "I32": np.dtype("<i4")}
 ROW, TILE_ROWS = kernels.ROW, kernels.TILE_ROWS
+NOTHING = np.empty(0, np.uint8)
+NOTHING.flags.writeable = False
+BYTES = np.arange(256)
 MAX_CHUNK_BYTES = kernels.CHUNK_ROWS * ROW * kernels.MAX_CODE_BITS // 8
 
 
@@ -194,43 +197,38 @@ def _decode_tiles(
     columns: tuple[int, int],
     jobs: int | None,
 ) -> np.ndarray:
-    """Words of a rectangle of tiles, uint16 [rows, words of a row]."""
+    """Words of a rectangle of tiles, uint16 [rows, words of a row].
+
+    Bands are consecutive in every section, so they are a matrix of their own. What lies before
+    them is counted, not decoded.
+    """
     nibbles = header.dtype == "I32"
     width = (NIBBLE_WORDS if nibbles else ROW) * (columns[1] - columns[0])
-    rows = min(order.F, bands[1] * TILE_ROWS) - bands[0] * TILE_ROWS
-    out = np.empty((max(rows, 0), max(width, 0)), np.uint16)
+    first_F = bands[0] * TILE_ROWS
+    rows_F = min(order.F, bands[1] * TILE_ROWS) - first_F
+    out = np.empty((max(rows_F, 0), width), np.uint16)
     if not out.size:
         return out
-    empty = np.empty(0, np.uint8)
-    flags_R = np.zeros(order.rows, np.uint8)
-    if header.verbatim_rows:
-        flags_R = np.unpackbits(sections["bitmask"], count=order.rows, bitorder="little")
-        if np.count_nonzero(flags_R) != header.verbatim_rows:
-            raise Corrupt(f"bitmask: expected {header.verbatim_rows} rows, got others")
-    verbatim = _input(sections.get("verbatim", empty))
-    sign_mantissa = sections.get("sign_mantissa", empty)
-    if not nibbles and order.rows * ROW != order.num_weights:
-        padded = np.zeros(order.rows * ROW, np.uint8)
-        padded[: order.num_weights] = sign_mantissa
+    part = dataclasses.replace(order, F=rows_F)
+    before = dataclasses.replace(order, F=first_F)
+    rows = slice(before.rows, before.rows + part.rows)
+    flags_R, verbatim = _verbatim(header, order, sections, rows)
+    sign_mantissa = sections.get("sign_mantissa", NOTHING)[rows.start * ROW : rows.stop * ROW]
+    if not nibbles and sign_mantissa.size != part.rows * ROW:
+        padded = np.zeros(part.rows * ROW, np.uint8)
+        padded[: sign_mantissa.size] = sign_mantissa
         sign_mantissa = padded
     sign_mantissa = _input(sign_mantissa)
-    geometry = order.across, order.F
-    target = out.reshape(-1), width, bands[0], columns[0]
+    geometry = part.across, part.F
+    target = out.reshape(-1), width, columns[0]
+    values = np.zeros(16, np.uint8)
+    values[: len(header.palette)] = header.palette
 
     if header.form == "huffman":
-        bytes_C = sections["chunk_bytes"].view("<u2").astype(np.int64)
-        if bytes_C.sum() != sections["stream"].size or bytes_C.max() > MAX_CHUNK_BYTES:
-            raise Corrupt(
-                f"chunks: expected {sections['stream'].size} bytes in all and at most "
-                f"{MAX_CHUNK_BYTES} in one, got {bytes_C.sum()} and {bytes_C.max()}"
-            )
-        first_C = np.concatenate([[0], np.cumsum(bytes_C)])
+        stream, first_C = _chunks(sections, before.chunks, part.chunks)
         symbol_I, length_I = decode_table(header.lengths, kernels.MAX_CODE_BITS)
-        values = np.zeros(16, np.uint8)
-        values[: len(header.palette)] = header.palette
         table = kernels.symbols_at_once(values[symbol_I], length_I)
         # A decoder reads ahead; behind the last tile's chunks it gets zeros.
-        stream = _input(sections["stream"])
         tail_first = max(0, stream.size - kernels.CHUNK_READ - 3 * MAX_CHUNK_BYTES)
         tail = np.concatenate([stream[tail_first:], np.zeros(kernels.CHUNK_READ, np.uint8)])
         codes = stream, _input(tail), tail_first, first_C
@@ -238,58 +236,81 @@ def _decode_tiles(
         def work(first: int, last: int) -> int:
             return kernels.decode_huffman(
                 *(*codes, nibbles, *geometry, first, last, flags_R, verbatim),
-                *(verbatim_before(flags_R, first, order), sign_mantissa, table, length_I),
+                *(verbatim_before(flags_R, first, part), sign_mantissa, table, length_I),
                 *target,
             )
     elif header.form == "palette":
-        pairs = _value_pairs(header.palette)
-        codes_R = _input(sections["codes"])
+        codes_R = _input(sections["codes"][rows.start * 32 : rows.stop * 32])
+        pairs = values.astype(np.uint16)[BYTES & 15] | values.astype(np.uint16)[BYTES >> 4] << 8
 
         def work(first: int, last: int) -> int:
             return kernels.decode_palette(
                 *(codes_R, pairs, *geometry, first, last, flags_R, verbatim),
-                *(verbatim_before(flags_R, first, order), sign_mantissa, *target),
+                *(verbatim_before(flags_R, first, part), sign_mantissa, *target),
             )
     else:
+        codes_R = _input(sections["codes"][rows.start * 24 : rows.stop * 24])
         escapes = _input(sections["escapes"])
-        values = np.zeros(8, np.uint8)
-        values[: len(header.palette)] = header.palette
-        tile_first = sections["tile_first"].view("<u4").astype(np.uint32)
-        tile_first = np.append(tile_first, np.uint32(escapes.size))
-        pair_first = sections["pair_first"].view("<u2").astype(np.uint16)
-        codes_R = _input(sections["codes"])
+        tile_first = sections["tile_first"].view("<u4")[before.tiles :][: part.tiles + 1]
+        if before.tiles + part.tiles == order.tiles:
+            tile_first = np.append(tile_first, escapes.size)
+        pair_first = sections["pair_first"].view("<u2")[before.num_parts(2) :][: part.num_parts(2)]
+        index = tile_first.astype(np.uint32), pair_first.astype(np.uint16)
 
         def work(first: int, last: int) -> int:
             return kernels.decode_compact(
-                *(codes_R, values, *geometry, first, last, tile_first, pair_first, escapes),
+                *(codes_R, values, *geometry, first, last, *index, escapes),
                 *(sign_mantissa, *target),
             )
 
     if columns == (0, order.across):
-        within = bands[0] * order.across, bands[1] * order.across
-        results = on_tiles(work, order, jobs, within)
+        results = on_tiles(work, part, jobs)
     else:
-        runs = [
-            (b * order.across + columns[0], b * order.across + columns[1]) for b in range(*bands)
-        ]
-        results = on_threads(work, runs, threads(rows * width, jobs))
+        starts = range(0, part.tiles, part.across)
+        runs = [(start + columns[0], start + columns[1]) for start in starts]
+        results = on_threads(work, runs, threads(rows_F * width, jobs))
     for tile in results:
         if tile >= 0:
-            raise Corrupt(f"codes: those of tile {tile} are not the ones that were written")
+            raise Corrupt(f"codes: those of tile {before.tiles + tile} are not what was written")
     return out
+
+
+def _verbatim(
+    header: UnweightHeader, order: TileOrder, sections: dict[str, np.ndarray], rows: slice
+) -> tuple[np.ndarray, np.ndarray]:
+    """Flags of some rows, from a multiple of 64 on, and the symbols of those that are verbatim."""
+    num_rows = rows.stop - rows.start
+    if not header.verbatim_rows:
+        return np.zeros(num_rows, np.uint8), NOTHING
+    bitmask = sections["bitmask"]
+    before = int(np.bitwise_count(bitmask[: rows.start // 8]).sum())
+    flags_R = np.unpackbits(bitmask[rows.start // 8 :], count=num_rows, bitorder="little")
+    end = before + int(np.count_nonzero(flags_R))
+    if end > header.verbatim_rows or (rows.stop == order.rows and end < header.verbatim_rows):
+        raise Corrupt(f"bitmask: expected {header.verbatim_rows} rows, got {end}")
+    return flags_R, _input(sections["verbatim"][before * ROW : end * ROW])
+
+
+def _chunks(
+    sections: dict[str, np.ndarray], before: int, chunks: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Stream of some chunks, and where each of them begins and the last ends: int64 [C + 1]."""
+    all_bytes = sections["chunk_bytes"].view("<u2")
+    total, most = int(all_bytes.sum(dtype=np.int64)), int(all_bytes.max())
+    if total != sections["stream"].size or most > MAX_CHUNK_BYTES:
+        raise Corrupt(
+            f"chunks: expected {sections['stream'].size} bytes in all and at most "
+            f"{MAX_CHUNK_BYTES} in one, got {total} and {most}"
+        )
+    start = int(all_bytes[:before].sum(dtype=np.int64))
+    first_C = np.zeros(chunks + 1, np.int64)
+    np.cumsum(all_bytes[before : before + chunks], out=first_C[1:])
+    return _input(sections["stream"][start : start + int(first_C[-1])]), first_C
 
 
 def _high(words: np.ndarray, dtype: str) -> np.ndarray:
     """The uint16 words that are coded: of float32 the high halves."""
     return np.ascontiguousarray(words.view("<u2")[1::2]) if dtype == "F32" else words.view("<u2")
-
-
-def _value_pairs(palette: tuple[int, ...]) -> np.ndarray:
-    """Exponents of a byte of two ranks: [256] uint16, the first in the low byte."""
-    values = np.zeros(16, np.uint16)
-    values[: len(palette)] = palette
-    byte = np.arange(256)
-    return values[byte & 15] | values[byte >> 4] << np.uint16(8)
 
 
 def _input(blob: Buffer) -> np.ndarray:

@@ -8,6 +8,9 @@ Decoders trust no byte: whatever the sections hold, they read and write inside t
 docstrings size, and give the tile that does not fit, or -1.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 from numba import njit
 
@@ -42,7 +45,15 @@ U = np.uint64
 ALL = U(0xFFFFFFFFFFFFFFFF)
 
 
-@njit(nogil=True, cache=True)
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, compiled when it is first called, and kept on disk for later processes."""
+    try:
+        return njit(nogil=True, cache=True)(function)
+    except RuntimeError:  # no folder to write to, neither beside this file nor in the user's cache
+        return njit(nogil=True)(function)
+
+
+@compiled
 def count_values(words, shift, first, last):
     """How often each byte value occurs at bit `shift` of the words: [256] int64.
 
@@ -62,7 +73,7 @@ def count_values(words, shift, first, last):
     return counts.reshape(4, 256).sum(axis=0)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def mark_rows(words, palette, low, span, across, F, first, last, flags_R, counts):
     """Flags of the rows with a value outside the palette; takes their values out of the counts.
 
@@ -94,7 +105,7 @@ def mark_rows(words, palette, low, span, across, F, first, last, flags_R, counts
             r += 1
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def first_row(tile, across, F):
     """Number of the first row of a tile, in tile order."""
     band = tile // across
@@ -102,7 +113,7 @@ def first_row(tile, across, F):
     return band * TILE_ROWS * across + (tile - band * across) * height
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def parts_before(tile, across, F, rows):
     """Parts of up to `rows` rows in the tiles before one."""
     band = tile // across
@@ -112,7 +123,7 @@ def parts_before(tile, across, F, rows):
     )
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def encode_huffman(
     words, nibbles, across, F, first, last, flags_R, pairs, sm, stream, bytes_C, verbatim, v
 ):
@@ -168,7 +179,7 @@ def encode_huffman(
     return position
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def encode_palette(words, across, F, first, last, flags_R, pairs, sm, codes, verbatim, v):
     """Sections of these tiles in palette form.
 
@@ -198,7 +209,7 @@ def encode_palette(words, across, F, first, last, flags_R, pairs, sm, codes, ver
             r += 1
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def encode_compact(words, palette, across, F, first, last, sm, codes, escapes, tiles, pairs):
     """Sections of these tiles in compact form; gives the number of their escapes.
 
@@ -240,7 +251,7 @@ def encode_compact(words, palette, across, F, first, last, sm, codes, escapes, t
     return x
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def symbols_at_once(symbol_I, length_I):
     """For every number of 12 bits the symbols that it holds whole, up to six.
 
@@ -262,7 +273,7 @@ def symbols_at_once(symbol_I, length_I):
     return table
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def decode_chunk(stream, bit, table, single, out, at, end):
     """Symbols of a chunk into out[at:end]; gives the bit behind its last code."""
     window = U((1 << MAX_CODE_BITS) - 1)
@@ -281,7 +292,7 @@ def decode_chunk(stream, bit, table, single, out, at, end):
     return bit
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def decode_pair(stream, bit_a, bit_b, table, out, a, b, num):
     """Symbols of two chunks into out[a:], out[b:] while `num` symbols each are not reached.
 
@@ -308,7 +319,7 @@ def decode_pair(stream, bit_a, bit_b, table, out, a, b, num):
     return bit_a, bit_b, a, b
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def decode_huffman(
     stream,
     tail,
@@ -327,7 +338,6 @@ def decode_huffman(
     single,
     out,
     stride,
-    band0,
     column0,
 ):
     """Words of these tiles; gives the first tile with a chunk that holds other codes, or -1.
@@ -335,7 +345,7 @@ def decode_huffman(
     Shapes: stream uint8, and from its byte `tail_first` on again with `CHUNK_READ` zeros behind it,
     `tail`; first_C [C + 1] int64, ascending in it; table [4096] of `symbols_at_once`, single [4096]
     the length of the first symbol of a complete code; sm [R x 64]; verbatim rows flat, `v` of them
-    before; out of the tiles from `band0` and `column0` on, `stride` words a row.
+    before; out of the tiles from `column0` on, `stride` words a row.
     """
     exps = np.empty(4 * SPACED, np.uint8)
     bits = np.zeros(4, np.int64)
@@ -371,7 +381,7 @@ def decode_huffman(
             places[k] = k * SPACED
         c += chunks
         for i in range(height):
-            at = (band - band0) * TILE_ROWS + i
+            at = band * TILE_ROWS + i
             k = i // CHUNK_ROWS
             if nibbles:
                 join_nibbles(exps, places[k], out, at * stride + (column - column0) * 16)
@@ -388,9 +398,9 @@ def decode_huffman(
     return -1
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def decode_palette(
-    codes, values, across, F, first, last, flags_R, verbatim, v, sm, out, stride, band0, column0
+    codes, values, across, F, first, last, flags_R, verbatim, v, sm, out, stride, column0
 ):
     """Words of these tiles; gives -1.
 
@@ -405,7 +415,7 @@ def decode_palette(
         column = tile - band * across
         height = min(TILE_ROWS, F - band * TILE_ROWS)
         for i in range(height):
-            to = ((band - band0) * TILE_ROWS + i) * stride + (column - column0) * ROW
+            to = (band * TILE_ROWS + i) * stride + (column - column0) * ROW
             if flags_R[r]:
                 join_words(verbatim, v * ROW, sm, r * ROW, out, to)
                 v += 1
@@ -417,7 +427,7 @@ def decode_palette(
     return -1
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def decode_compact(
     codes,
     values,
@@ -431,7 +441,6 @@ def decode_compact(
     sm,
     out,
     stride,
-    band0,
     column0,
 ):
     """Words of these tiles; gives the first tile whose codes and escapes disagree, or -1.
@@ -466,7 +475,7 @@ def decode_compact(
                 exps[lowest_bit(escaped)] = escapes[x]
                 x += 1
                 escaped &= escaped - U(1)
-            to = ((band - band0) * TILE_ROWS + i) * stride + (column - column0) * ROW
+            to = (band * TILE_ROWS + i) * stride + (column - column0) * ROW
             join_words(exps, 0, sm, r * ROW, out, to)
             r += 1
         if x != end:
