@@ -33,6 +33,14 @@ from jinfire.unweight.codec import encode as unweight_encode
 from jinfire.unweight.compress import compress
 from jinfire.unweight.decompress import decompress
 from jinfire.unweight.describe import describe_compressed
+from jinfire.unweight.policy import (
+    VARIANTS,
+    Choice,
+    PhasePolicies,
+    UnweightPolicy,
+    read_policies,
+    write_policies,
+)
 from jinfire.unweight.verify import verify_compressed
 from pallas_kernels import ToolchainMissing, UnweightOptions
 from pallas_kernels import unweight_encode as unweight_reference_encode
@@ -43,7 +51,9 @@ __version__ = "0.1.0"
 __all__ = [
     "DEFINITIONS",
     "GPUS",
+    "VARIANTS",
     "CheckpointMismatch",
+    "Choice",
     "EmptyPrompt",
     "Engine",
     "EngineConfig",
@@ -55,6 +65,7 @@ __all__ = [
     "Model",
     "ModelConfig",
     "OutOfPages",
+    "PhasePolicies",
     "Placement",
     "Plan",
     "RequestMetrics",
@@ -71,6 +82,7 @@ __all__ = [
     "UnknownToken",
     "UnsupportedConfig",
     "UnweightOptions",
+    "UnweightPolicy",
     "compress",
     "decompress",
     "describe_compressed",
@@ -79,10 +91,12 @@ __all__ = [
     "open_checkpoint",
     "plan",
     "plan_json",
+    "read_policies",
     "request_metrics",
     "summary",
     "unweight_decode",
     "unweight_encode",
     "unweight_reference_encode",
     "verify_compressed",
+    "write_policies",
 ]

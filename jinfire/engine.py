@@ -38,6 +38,7 @@ from jinfire.scheduler import Scheduler
 from jinfire.sequence import Committed
 from jinfire.sequence import Sequence as LiveSequence
 from jinfire.tokenizer import Tokenizer
+from jinfire.unweight.policy import Unweight
 from jinfire.weights import parse_dtype
 from sharding import Device
 
@@ -71,6 +72,7 @@ class Engine:
         config: EngineConfig | None = None,
         dtype: str = "float32",
         devices: Sequence[Device] | None = None,
+        unweight: Unweight = None,
     ) -> None:
         self.model_config = source.config
         self.tokenizer = tokenizer
@@ -78,7 +80,7 @@ class Engine:
         self.config = (config or EngineConfig()).fitted(source.config.max_position)
         self.dtype = parse_dtype(dtype)
         self._ledger = Ledger(tokenizer, source.config.vocab_size)
-        self._runner = Runner(source, self.placement, self.config, self.dtype, devices)
+        self._runner = Runner(source, self.placement, self.config, self.dtype, devices, unweight)
         self.scheduler = self._new_scheduler()
         self._first_tokens: collections.deque[_Handover] = collections.deque()
         self._transits: dict[LiveSequence, _Handover] = {}
@@ -105,12 +107,14 @@ class Engine:
         placement: Placement | None = None,
         config: EngineConfig | None = None,
         devices: Sequence[Device] | None = None,
+        unweight: Unweight = None,
         warmup: bool = False,
     ) -> Self:
         """An engine on a checkpoint: a Hugging Face folder, a GGUF file or a stored folder.
 
-        `devices` default to all that JAX has. `warmup` compiles every program before returning,
-        otherwise each compiles at its first use.
+        `devices` default to all that JAX has. `unweight` holds bfloat16 weights compressed: a
+        variant for all of them, a policy, or one for each phase (docs/unweight.md). `warmup`
+        compiles every program before returning, otherwise each compiles at its first use.
         Raises: CheckpointMismatch, UnsupportedConfig, or ValueError for an impossible placement.
         """
         tokenizer = load_tokenizer(path)
@@ -123,6 +127,7 @@ class Engine:
                 config=config,
                 dtype=dtype,
                 devices=devices,
+                unweight=unweight,
             )
         finally:
             source.close()

@@ -9,12 +9,14 @@ zeros is the identity.
 import dataclasses
 import functools
 import itertools
+import math
 
 import numpy as np
 from jax.sharding import PartitionSpec
 
 from jinfire.config import LayerSpec, ModelConfig
 from jinfire.models.spec import ParamSpec, Skeleton, abstract_tree, skeleton
+from jinfire.unweight.policy import DECOMPRESSED, Choice, UnweightPolicy
 from sharding import (
     EXPERT,
     PIPELINE,
@@ -44,6 +46,26 @@ RULES = {
 INT4_GROUP = 32
 """Columns of an int4 weight that share a scale, and stay together."""
 
+UNWEIGHT_ROW = 64
+"""Columns of a compressed weight that are coded together, and stay together."""
+
+# What each device holds of a compressed weight is coded on its own, in arrays of one shape.
+CODED_SPEC = PartitionSpec(PIPELINE, EXPERT, TENSOR)
+
+# Projections whose weights attention takes whole, for products of its own.
+OPERANDS = ("attention.latent_up",)
+
+
+def projection_of(name: str) -> str:
+    """What policies call a tensor: `layers.3.mlp.gate.weight` is `mlp.gate`."""
+    parts = name.split(".")[:-1]
+    return ".".join(parts[2:] if parts[0] == "layers" else parts)
+
+
+def _mesh_axes(axis: str | None) -> tuple[str, ...]:
+    rule = RULES[axis] if axis is not None else None
+    return () if rule is None else (rule,) if isinstance(rule, str) else rule
+
 
 @dataclasses.dataclass(frozen=True)
 class PhysicalTensor:
@@ -51,6 +73,8 @@ class PhysicalTensor:
 
     Shapes: `shape` is that of the global array, with a leading stage axis when `stacked`.
     `sources` is the logical name per stage (None for a padded slot), one entry when not stacked.
+    `coded` is how a compressed one is held and multiplied, `why_dense` why one that could have
+    been compressed is not. The other fields are those of the weight that is held so.
     """
 
     shape: tuple[int, ...]
@@ -58,11 +82,18 @@ class PhysicalTensor:
     sources: tuple[str | None, ...]
     stacked: bool
     axes: tuple[str | None, ...]
+    coded: Choice | None = None
+    why_dense: str | None = None
+
+    @property
+    def device_spec(self) -> PartitionSpec:
+        """How the arrays that hold it are sharded."""
+        return self.spec if self.coded is None else CODED_SPEC
 
 
 @dataclasses.dataclass(frozen=True)
 class StageLayout:
-    """A model on a mesh of a given shape.
+    """A model on a mesh of a given shape, its weights compressed as `unweight` says.
 
     Raises: ValueError when heads, MLP width or layers cannot be split that way, with the sizes
     that can.
@@ -70,6 +101,7 @@ class StageLayout:
 
     config: ModelConfig
     mesh_spec: MeshSpec
+    unweight: UnweightPolicy | None = None
 
     def __post_init__(self) -> None:
         config, spec = self.config, self.mesh_spec
@@ -129,6 +161,15 @@ class StageLayout:
         return self._slots[slot][1][stage]
 
     @property
+    def coded_projections(self) -> dict[str, Choice]:
+        """Projections that are compressed, and how."""
+        return {
+            projection_of(name): tensor.coded
+            for name, tensor in self.tensors.items()
+            if tensor.coded is not None
+        }
+
+    @property
     def slot_specs(self) -> tuple[LayerSpec, ...]:
         return tuple(kind for kind, _ in self._slots)
 
@@ -164,19 +205,46 @@ class StageLayout:
                 sources = tuple(None if i is None else f"layers.{i}.{rest}" for i in layers)
                 spec = logical[next(source for source in sources if source)]
                 shape, axes = (len(sources), *self.padded_shape(spec)), ("stage", *spec.axes)
-                result[name] = PhysicalTensor(
-                    shape, partition_spec(axes, RULES), sources, True, axes
-                )
             else:
-                spec = logical[name]
-                result[name] = PhysicalTensor(
-                    self.padded_shape(spec),
-                    partition_spec(spec.axes, RULES),
-                    (name,),
-                    False,
-                    spec.axes,
-                )
+                spec, sources = logical[name], (name,)
+                shape, axes = self.padded_shape(spec), spec.axes
+            result[name] = PhysicalTensor(
+                shape,
+                partition_spec(axes, RULES),
+                sources,
+                len(shape) > len(spec.shape),
+                axes,
+                *self._coded(name, spec),
+            )
         return result
+
+    def _coded(self, name: str, spec: ParamSpec) -> tuple[Choice | None, str | None]:
+        """How a weight is compressed; None and why not, where it could have been."""
+        projection = projection_of(name)
+        if self.unweight is None or len(spec.shape) < 2:
+            return None, None
+        if spec.dtype is not None:
+            return None, f"stored as {spec.dtype}"
+        if projection.endswith("router"):
+            return None, "multiplied in float32"
+        choice = self.unweight.choice(projection)
+        if choice.is_dense:
+            return None, "by the policy"
+        columns = self.shard_shape(spec)[-1]
+        if columns % UNWEIGHT_ROW:
+            return None, f"{columns} columns on a device, not a multiple of {UNWEIGHT_ROW}"
+        if projection in OPERANDS:
+            return Choice.always(DECOMPRESSED[choice.form]), None
+        return choice, None
+
+    def shard_shape(self, spec: ParamSpec) -> tuple[int, ...]:
+        """What a device holds of a logical tensor."""
+        sizes = dataclasses.asdict(self.mesh_spec)
+        parts = (_mesh_axes(axis) for axis in spec.axes)
+        return tuple(
+            size // math.prod(sizes[axis] for axis in split)
+            for size, split in zip(self.padded_shape(spec), parts, strict=True)
+        )
 
     def padded_shape(self, spec: ParamSpec) -> tuple[int, ...]:
         """Shape of a logical tensor with the padding and the copies that splitting it needs."""

@@ -1,7 +1,9 @@
 """Weights from a checkpoint (or at random) to the devices of one mesh, shard by shard."""
 
+import dataclasses
 import math
 import zlib
+from collections.abc import Callable, Mapping
 
 import jax
 import ml_dtypes
@@ -10,11 +12,16 @@ from jax.sharding import Mesh, NamedSharding
 
 from jinfire.checkpoints import TensorSource
 from jinfire.checkpoints.int4 import GROUP
-from jinfire.checkpoints.source import normalise
+from jinfire.checkpoints.source import Index, normalise
 from jinfire.config import ModelConfig
-from jinfire.layout import PhysicalTensor, StageLayout
+from jinfire.layout import CODED_SPEC, PhysicalTensor, StageLayout
 from jinfire.models.spec import ParamSpec, abstract_tree
 from jinfire.progress import progress
+from jinfire.unweight.device import device_form
+from jinfire.unweight.policy import Choice, check_dtype
+from jinfire.unweight.tensor import MESH_AXES, RAGGED, UnweightTensor, filled, room
+from jinfire.weights import Weight
+from sharding import Device
 
 # Root mean square of an even draw from -8 to 7.
 INT4_DEVIATION = math.sqrt(sum(value * value for value in range(-8, 8)) / 16)
@@ -72,12 +79,16 @@ def _draw(generator: np.random.Generator, spec: ParamSpec, shape: tuple[int, ...
 
 def load_params(
     source: TensorSource, layout: StageLayout, mesh: Mesh, dtype: np.dtype, desc: str = "weights"
-) -> dict[str, jax.Array]:
-    """All device arrays of a layout, in `dtype` where the tensor has none of its own.
+) -> dict[str, Weight]:
+    """All weights of a layout, in `dtype` where the tensor has none of its own.
 
     Each device's part is read, cast and placed on its own, so the host holds no more than one
-    tensor beyond what the source maps.
+    tensor beyond what the source maps. What the layout compresses goes to the devices so.
+
+    Raises: ValueError for compressed weights of another dtype than bfloat16.
     """
+    if layout.unweight is not None:
+        check_dtype(dtype)
     tensors = layout.tensors
     specs = abstract_tree(layout.config)
 
@@ -93,9 +104,8 @@ def load_params(
 
 def _place(
     source: TensorSource, layout: StageLayout, tensor: PhysicalTensor, mesh: Mesh, dtype: np.dtype
-) -> jax.Array:
-    def shard(index: tuple[slice, ...] | None) -> np.ndarray:
-        assert index is not None  # every array here has at least one dimension
+) -> Weight:
+    def shard(index: Index) -> np.ndarray:
         shape = tuple(
             len(range(*part.indices(size))) for part, size in zip(index, tensor.shape, strict=True)
         )
@@ -110,7 +120,7 @@ def _place(
 
     def read(
         name: str | None,
-        index: tuple[slice, ...],
+        index: Index,
         axes: tuple[str | None, ...],
         full: tuple[int, ...],
         shape: tuple[int, ...],
@@ -127,8 +137,60 @@ def _place(
     # One shard after the other: `jax.make_array_from_callback` would hold all of them on the host,
     # which is as many tensors as there are stages.
     sharding = NamedSharding(mesh, tensor.spec)
+    indices = {
+        device: index
+        for device, index in sharding.addressable_devices_indices_map(tensor.shape).items()
+        if index is not None  # which it is for arrays without dimensions
+    }
+    if tensor.coded is not None:
+        return _place_coded(tensor.coded, shard, indices, mesh, tensor.stacked)
     shards = [
         jax.block_until_ready(jax.device_put(shard(index), device))
-        for device, index in sharding.addressable_devices_indices_map(tensor.shape).items()
+        for device, index in indices.items()
     ]
     return jax.make_array_from_single_device_arrays(tensor.shape, sharding, shards)
+
+
+def _place_coded(
+    choice: Choice,
+    shard: Callable[[Index], np.ndarray],
+    indices: Mapping[Device, Index],
+    mesh: Mesh,
+    stacked: bool,
+) -> UnweightTensor:
+    """A compressed weight: every device's part coded on its own, a part of several devices once.
+
+    All devices' arrays have one shape. Those whose length depends on the values wait on the host
+    until it is known; they are few but for a Huffman stream, which is a fifth of the whole.
+    """
+    sharding = NamedSharding(mesh, CODED_SPEC)
+    devices: dict[Index, list[Device]] = {}
+    for device, index in indices.items():
+        devices.setdefault(index, []).append(device)
+    placed: dict[str, list[jax.Array]] = {}
+    waiting: dict[str, list[tuple[np.ndarray, list[Device]]]] = {}
+
+    def put(field: str, array: np.ndarray, where: list[Device]) -> None:
+        part = array[(None,) * MESH_AXES]
+        placed.setdefault(field, []).extend(
+            jax.block_until_ready([jax.device_put(part, device) for device in where])
+        )
+
+    for index, where in devices.items():
+        words = shard(index).view(np.uint16)
+        matrix = device_form(words[0] if stacked else words, choice.form)
+        for field, array in matrix.arrays().items():
+            if field in RAGGED:
+                waiting.setdefault(field, []).append((array, where))
+            else:
+                put(field, array, where)
+    for field, parts in waiting.items():
+        length = room(max(array.shape[RAGGED[field]] for array, _ in parts))
+        while parts:
+            array, where = parts.pop()
+            put(field, filled(field, array, length, matrix), where)
+    arrays = {}
+    for field, shards in placed.items():
+        shape = tuple(mesh.shape[axis] for axis in CODED_SPEC) + shards[0].shape[MESH_AXES:]
+        arrays[field] = jax.make_array_from_single_device_arrays(shape, sharding, shards)
+    return UnweightTensor(dataclasses.replace(matrix, **arrays), choice)

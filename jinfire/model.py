@@ -12,7 +12,9 @@ from jinfire.checkpoints import TensorSource, load_tokenizer, open_checkpoint, s
 from jinfire.programs.forward import forward_program
 from jinfire.programs.runtime import CompileLog, MeshModel
 from jinfire.tokenizer import Tokenizer
-from jinfire.weights import parse_dtype
+from jinfire.unweight.policy import UnweightPolicy, as_policies
+from jinfire.unweight.tensor import UnweightTensor
+from jinfire.weights import Weight, parse_dtype
 from sharding import Device, MeshSpec
 
 
@@ -26,36 +28,49 @@ class Model:
         *,
         dtype: str = "float32",
         device: Device | None = None,
+        unweight: str | UnweightPolicy | None = None,
     ) -> None:
         devices = [device or jax.devices()[0]]
+        policy = as_policies(unweight).prefill
         self.config = source.config
         self.tokenizer = tokenizer
         self._model = MeshModel.load(
-            source, MeshSpec(), devices, parse_dtype(dtype), CompileLog(), "weights"
+            source, MeshSpec(), devices, parse_dtype(dtype), CompileLog(), "weights", policy
         )
         self._forward = forward_program(self._model, hidden_states=False)
         self._forward_hidden = forward_program(self._model, hidden_states=True)
 
     @classmethod
     def from_pretrained(
-        cls, path: str | Path, *, dtype: str = "float32", device: Device | None = None
+        cls,
+        path: str | Path,
+        *,
+        dtype: str = "float32",
+        device: Device | None = None,
+        unweight: str | UnweightPolicy | None = None,
     ) -> Self:
-        """A model from a Hugging Face folder, a GGUF file or a stored folder."""
+        """A model from a Hugging Face folder, a GGUF file or a stored folder.
+
+        `unweight` holds bfloat16 weights compressed, in a variant or as a policy says.
+        """
         tokenizer = load_tokenizer(path)
         source = open_checkpoint(path)
         try:
-            return cls(source, tokenizer, dtype=dtype, device=device)
+            return cls(source, tokenizer, dtype=dtype, device=device, unweight=unweight)
         finally:
             source.close()
 
     def params(self) -> dict[str, jax.Array]:
-        """All weights by logical name, e.g. `layers.3.attention.query.weight`."""
+        """All weights by logical name, e.g. `layers.3.attention.query.weight`, decompressed."""
         tensors = self._model.layout.tensors
+
         # On one device there is one stage, and a slot is a layer.
-        return {
-            name: value[0] if tensors[name].stacked else value
-            for name, value in self._model.params.items()
-        }
+        def logical(name: str, weight: Weight) -> jax.Array:
+            if isinstance(weight, UnweightTensor):
+                return _decompressed(weight)
+            return weight[0] if tensors[name].stacked else weight
+
+        return {name: logical(name, weight) for name, weight in self._model.params.items()}
 
     def save(self, path: str | Path) -> None:
         """Write a checkpoint folder (Orbax arrays, config, tokenizer) that `from_pretrained` reads.
@@ -122,3 +137,8 @@ class Model:
         if not integers or lengths.min() < 1 or lengths.max() > length:
             raise ValueError(f"lengths: expected integers [{rows}] in 1 to {length}, got {lengths}")
         return ids.astype(np.int32), lengths
+
+
+@jax.jit
+def _decompressed(weight: UnweightTensor) -> jax.Array:
+    return weight.local().dense()

@@ -33,6 +33,7 @@ from jinfire.programs.runtime import CompileLog, MeshModel, Program
 from jinfire.programs.sampler import Sampled
 from jinfire.progress import progress
 from jinfire.sequence import DecodePlan, Grants, PrefillPlan, Sequence
+from jinfire.unweight.policy import Unweight, UnweightPolicy, as_policies, check_dtype
 from sharding import Device, Schedule, split_devices
 
 DEVICE_STOP_IDS = 8
@@ -52,19 +53,21 @@ class Runner:
         config: EngineConfig,
         dtype: np.dtype,
         devices: Listed[Device] | None = None,
+        unweight: Unweight = None,
     ) -> None:
         self.placement = placement
         self.config = config
         self.log = CompileLog()
         specs = [placement.prefill, *([placement.decode] if placement.decode else [])]
         groups = split_devices(specs, devices)
+        policies = _policies(unweight, len(specs), dtype)
         for spec in specs:  # an impossible one is refused before any weight is read
             StageLayout(source.config, spec)
         self._groups = kv_groups(source.config, config)
         names = ["weights"] if len(specs) == 1 else ["prefill weights", "decode weights"]
         models = [
-            MeshModel.load(source, spec, group, dtype, self.log, name)
-            for spec, group, name in zip(specs, groups, names, strict=True)
+            MeshModel.load(source, spec, group, dtype, self.log, name, policy)
+            for spec, group, name, policy in zip(specs, groups, names, policies, strict=True)
         ]
         self.prefill_model, self.decode_model = models[0], models[-1]
         self._models = models
@@ -106,10 +109,14 @@ class Runner:
 
     def stats(self) -> dict[str, Any]:
         """Sizes and counters of the device side. Units are in the names."""
-        weights = [leaf for model in self._models for leaf in model.params.values()]
+        weights = [weight for model in self._models for weight in model.params.values()]
         return {
             "placement": str(self.placement),
-            "weight_bytes": sum(leaf.nbytes for leaf in weights),
+            "weight_bytes": sum(weight.nbytes for weight in weights),
+            "unweight": [
+                {name: str(choice) for name, choice in model.layout.coded_projections.items()}
+                for model in self._models
+            ],
             "kv_pool_bytes": sum(map(pool_bytes, self._pools)),
             "compile_count": self.log.count,
             "compile_seconds": self.log.seconds,
@@ -265,6 +272,21 @@ class Runner:
                 sampling=sampling_arrays((count,)),
             )
         )
+
+
+def _policies(unweight: Unweight, num_meshes: int, dtype: np.dtype) -> list[UnweightPolicy | None]:
+    """How each mesh compresses its weights.
+
+    Raises: ValueError where one mesh has two policies, or the data type is not compressed.
+    """
+    policies = as_policies(unweight)
+    if not policies.are_dense:
+        check_dtype(dtype)
+    if num_meshes == 1 and policies.prefill != policies.decode:
+        raise ValueError(
+            "unweight: expected one policy where prefill and decode share a mesh, got two"
+        )
+    return [policies.prefill, policies.decode][:num_meshes]
 
 
 def _fill(

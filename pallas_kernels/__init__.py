@@ -30,6 +30,18 @@ from pallas_kernels.unweight_blob import (
     check_words,
     hash_blob,
 )
+from pallas_kernels.unweight_decompress import (
+    UNWEIGHT_COMPACT,
+    UNWEIGHT_EXPONENT,
+    UNWEIGHT_EXPONENTS,
+    UNWEIGHT_HUFFMAN,
+    UNWEIGHT_PALETTE,
+    UNWEIGHT_TRANSCODE,
+    unweight_decompress,
+    unweight_exponents,
+    unweight_transcode,
+)
+from pallas_kernels.unweight_decompress_xla import unweight_rows
 from pallas_kernels.unweight_format import (
     UnweightOptions,
     choose_palette,
@@ -37,7 +49,13 @@ from pallas_kernels.unweight_format import (
     unweight_encode,
 )
 from pallas_kernels.unweight_huffman import canonical_codes, code_lengths, decode_table
-from pallas_kernels.unweight_matrix import Tiling, UnweightMatrix
+from pallas_kernels.unweight_matmul import (
+    GROUPED_MATMULS,
+    MATMULS,
+    grouped_unweight_matmul,
+    unweight_matmul,
+)
+from pallas_kernels.unweight_matrix import MatrixTiling, UnweightMatrix
 
 KERNELS = {
     kernel.name: kernel
@@ -48,6 +66,14 @@ KERNELS = {
         GROUPED_MATMUL,
         INT4_MATMUL,
         GROUPED_INT4_MATMUL,
+        UNWEIGHT_PALETTE,
+        UNWEIGHT_EXPONENT,
+        UNWEIGHT_COMPACT,
+        UNWEIGHT_HUFFMAN,
+        UNWEIGHT_EXPONENTS,
+        UNWEIGHT_TRANSCODE,
+        *MATMULS.values(),
+        *GROUPED_MATMULS.values(),
     )
 }
 
@@ -81,8 +107,14 @@ __all__ = [
     "unweight_decode",
     "unweight_encode",
     # coded weights
+    "unweight_decompress",
+    "unweight_exponents",
+    "unweight_transcode",
+    "unweight_matmul",
+    "grouped_unweight_matmul",
+    "unweight_rows",
     "UnweightMatrix",
-    "Tiling",
+    "MatrixTiling",
     # measurement
     "WORKLOADS",
     "SMOKE_WORKLOADS",

@@ -41,6 +41,8 @@ def rows_of(kernel: Kernel, targets: Sequence[Target], compiler: Compiler) -> It
     """Compiles every argument set that the Mosaic form takes, for every target."""
     for spec in kernel.arg_specs:
         for dtype in DTYPES:
+            if dtype not in kernel.tolerance:
+                continue
             shapes = spec.shapes(DTYPES[dtype])
             if kernel.refusal(*shapes.values(), **spec.static) is not None:
                 continue

@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.unweight_bench import ARRAYS_OF, grouped_arrays, product_arrays
+
 # Calls take turns on this much data at least, so that no cache holds the next call's.
 ROTATED_BYTES = 256 * 2**20
 MAX_BUFFERS = 8
@@ -240,6 +242,36 @@ def _attention(head_dim: int, **static: int) -> dict[str, Any]:
     return {"scale": 1 / math.sqrt(head_dim), **static}
 
 
+def _unweight(model: str, F: int, D: int) -> tuple[Workload, ...]:
+    """Decompression of a matrix [F, D], from every form."""
+    return tuple(
+        _workload(kernel, model, make, F, D, shape=(F, D)) for kernel, make in ARRAYS_OF.items()
+    )
+
+
+def _rows_first(form: str, key: jax.Array, rows: int, F: int, D: int) -> Arrays:
+    keys = jax.random.split(key)
+    return {"x": _normal(keys[0], rows, D), **product_arrays(form, keys[1], F, D)}
+
+
+def _grouped_rows(form: str, key: jax.Array, rows: int, experts: int, F: int, D: int) -> Arrays:
+    keys = jax.random.split(key, 3)
+    return {
+        "x": _normal(keys[0], rows, D),
+        **grouped_arrays(form, keys[1], experts, F, D),
+        "group_sizes": _group_sizes(keys[2], rows, experts),
+    }
+
+
+def _unweight_products(name: str, *sizes: int) -> tuple[Workload, ...]:
+    """Rows, features, width, with every form of the matrix; experts behind the rows."""
+    prefix, make = ("", _rows_first) if len(sizes) == 3 else ("grouped_", _grouped_rows)
+    return tuple(
+        _workload(f"{prefix}unweight_{form}_matmul", name, partial(make, form), *sizes)
+        for form in ("palette", "exponent", "compact")
+    )
+
+
 _MLA = {"scale": 1 / math.sqrt(128 + 64), "rank": 512}
 
 WORKLOADS = (
@@ -331,6 +363,16 @@ WORKLOADS = (
     _workload(
         "grouped_int4_matmul", "Kimi K2, 48 experts, 4k rows", _grouped_int4, 4096, 48, 2048, 7168
     ),
+    # Features, width.
+    *_unweight("Llama 3.1 8B gate", 14336, 4096),
+    *_unweight("Llama 3.1 8B output", 4096, 4096),
+    # Rows, features, width.
+    *_unweight_products("Llama 3.1 8B gate, 1 row", 1, 14336, 4096),
+    *_unweight_products("Llama 3.1 8B gate, 32 rows", 32, 14336, 4096),
+    *_unweight_products("Llama 3.1 8B gate, 4k rows", 4096, 14336, 4096),
+    # Rows, experts, features, width.
+    *_unweight_products("Qwen3 30B-A3B up, 64 rows", 64, 128, 768, 2048),
+    *_unweight_products("Qwen3 30B-A3B up, 8k rows", 8192, 128, 768, 2048),
 )
 
 # The same builders at sizes that a CPU and the interpreter take.
@@ -342,4 +384,7 @@ SMOKE_WORKLOADS = (
     _workload("grouped_matmul", "small", _grouped, 16, 4, 256, 128),
     _workload("int4_matmul", "small", _int4_matmul, 4, 256, 256),
     _workload("grouped_int4_matmul", "small", _grouped_int4, 16, 2, 256, 256),
+    *_unweight("small", 128, 128),
+    *_unweight_products("small", 4, 128, 128),
+    *_unweight_products("small", 16, 2, 128, 128),
 )

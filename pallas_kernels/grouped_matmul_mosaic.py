@@ -78,23 +78,39 @@ SPACE = {
 
 
 @dataclasses.dataclass(frozen=True)
+class Step:
+    """Where the work of one slot lies: the group, the first feature of the tile, the first column
+    of the slot's depth, and the slot."""
+
+    group: Any
+    feature: Any
+    column: Any
+    slot: Any
+
+
+@dataclasses.dataclass(frozen=True)
 class WeightTiles:
     """How the kernel reads weights of one format.
 
-    `buffers`: shared memory of all slots, an array for every array of weights.
-    `load(refs, buffers, barrier, group, features, column, slot)`: starts the copies of a tile, of
-    the slice `features` and of the slot's depth from `column` on.
-    `multiply(acc, buffers, x, features, slot)`: adds the product of the slice `features` of the
-    tile and the slot's rows of x, in `pending` groups of WGMMA instructions that may still run
-    when the next step begins.
+    `buffers`: shared memory of all slots.
+    `load(refs, buffers, barrier, step)`: starts `copies` copies of a tile.
+    `start(refs, group)`: values that all steps of a tile need, loaded once. A tile of no group has
+    a group behind the last.
+    `multiply(acc, refs, buffers, x, step, warpgroup, values)`: adds the product of a warpgroup's
+    part of the tile's features and the slot's rows of x, in `pending` groups of WGMMA instructions
+    that may still run when the next step begins.
     `x_row_bytes`: width of the swizzle of x, which is also the depth of a group of instructions.
+    `registers`: those of a thread that copies and of one that multiplies, where they differ.
     """
 
     buffers: Sequence[Any]
+    copies: int
     load: Callable[..., None]
     multiply: Callable[..., None]
     pending: int
     x_row_bytes: int
+    start: Callable[..., Any] = lambda refs, group: None
+    registers: tuple[int, int] | None = None
 
 
 def swizzled(shape: tuple[int, ...], dtype: Any, row_bytes: int = 128) -> Any:
@@ -107,16 +123,19 @@ def swizzled(shape: tuple[int, ...], dtype: Any, row_bytes: int = 128) -> Any:
 
 def dense_tiles(blocks: GroupedBlocks) -> WeightTiles:
     """Weights [E, F, D] in bfloat16."""
+    own = blocks.features // blocks.warpgroups
 
-    def load(refs, buffers, barrier, group, features, column, slot) -> None:
-        source = refs[0].at[group, features, pl.ds(column, blocks.depth)]
-        plgpu.copy_gmem_to_smem(source, buffers[0].at[slot], barrier)
+    def load(refs, buffers, barrier, step: Step) -> None:
+        features, columns = pl.ds(step.feature, blocks.features), pl.ds(step.column, blocks.depth)
+        source = refs[0].at[step.group, features, columns]
+        plgpu.copy_gmem_to_smem(source, buffers[0].at[step.slot], barrier)
 
-    def multiply(acc, buffers, x, features, slot) -> None:
-        plgpu.wgmma(acc, buffers[0].at[slot, features], x.at[slot].transpose((1, 0)))
+    def multiply(acc, refs, buffers, x, step: Step, warpgroup, values) -> None:
+        weights = buffers[0].at[step.slot, pl.ds(warpgroup * own, own)]
+        plgpu.wgmma(acc, weights, x.at[step.slot].transpose((1, 0)))
 
     shape = (blocks.slots, blocks.features, blocks.depth)
-    return WeightTiles([swizzled(shape, jnp.bfloat16)], load, multiply, 1, 128)
+    return WeightTiles([swizzled(shape, jnp.bfloat16)], 1, load, multiply, 1, 128)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,7 +233,7 @@ def multiply_tiles(
         scratch_types=[
             swizzled((blocks.slots, N, blocks.depth), x_MD.dtype, form.x_row_bytes),
             plgpu.SMEM((blocks.warpgroups, N, plan.own_features), plan.part_dtype),
-            plgpu.Barrier(num_arrivals=1 + len(weights), num_barriers=blocks.slots),
+            plgpu.Barrier(num_arrivals=1 + form.copies, num_barriers=blocks.slots),
             plgpu.Barrier(num_arrivals=blocks.warpgroups, num_barriers=blocks.slots),
             *form.buffers,
         ],
@@ -242,35 +261,45 @@ def _multiply_tile(plan: _Plan, tile_refs, x_ref, weight_refs, out_ref, shared: 
     skip = jax.lax.rem(start, ALIGN)
     in_group = group < plan.groups
 
+    def at(step, slot) -> Step:
+        return Step(group, first_feature, (split * plan.steps + step) * blocks.depth, slot)
+
+    registers = plan.form.registers
+
     @pl.when((rows > 0) & in_group & (warpgroup == blocks.warpgroups))
     def _() -> None:
-        features = pl.ds(first_feature, blocks.features)
-        first_column = split * plan.steps * blocks.depth
+        if registers:
+            plgpu.set_max_registers(registers[0], action="decrease")
 
-        def load(column, slot, full) -> None:
-            source = x_ref.at[pl.ds(start - skip, blocks.rows), pl.ds(column, blocks.depth)]
-            plgpu.copy_gmem_to_smem(source, shared.x.at[slot], full)
-            plan.form.load(weight_refs, shared.weights, full, group, features, column, slot)
+        def load(step: Step, full) -> None:
+            source = x_ref.at[pl.ds(start - skip, blocks.rows), pl.ds(step.column, blocks.depth)]
+            plgpu.copy_gmem_to_smem(source, shared.x.at[step.slot], full)
+            plan.form.load(weight_refs, shared.weights, full, step)
 
-        _fill_slots(plan, shared, first_column, load)
+        _fill_slots(plan, shared, at, load)
 
     @pl.when((rows > 0) & (warpgroup < blocks.warpgroups))
     def _() -> None:
-        offset = warpgroup * plan.own_features
-        own = pl.ds(offset, plan.own_features)
+        if registers:
+            plgpu.set_max_registers(registers[1], action="increase")
         steps = jnp.where(in_group, plan.steps, 0)
+        values = plan.form.start(weight_refs, group)
+
+        def multiply(acc, step: Step) -> None:
+            plan.form.multiply(acc, weight_refs, shared.weights, shared.x, step, warpgroup, values)
+
         sums_FN = pl.run_scoped(
-            lambda acc: _sum_slots(plan, shared, own, steps, acc),
+            lambda acc: _sum_slots(plan, shared, at, steps, multiply, acc),
             plgpu.WGMMAAccumulatorRef((plan.own_features, blocks.rows), jnp.float32),
         )
-        features = pl.ds(first_feature + offset, plan.own_features)
+        features = pl.ds(first_feature + warpgroup * plan.own_features, plan.own_features)
         target = out_ref.at[split, :, features]
         _store_rows(plan, shared.out.at[warpgroup], target, sums_FN, start, skip, rows)
 
 
-def _fill_slots(plan: _Plan, shared: _Shared, first_column, load: Callable[..., None]) -> None:
+def _fill_slots(plan: _Plan, shared: _Shared, at: Callable[..., Step], load) -> None:
     """Loads of all steps, as many ahead as there are slots."""
-    slots, depth = plan.blocks.slots, plan.blocks.depth
+    slots = plan.blocks.slots
 
     @pl.loop(0, plan.steps)
     def _(step) -> None:
@@ -280,10 +309,12 @@ def _fill_slots(plan: _Plan, shared: _Shared, first_column, load: Callable[..., 
         def _() -> None:
             plgpu.barrier_wait(shared.free.at[slot])
 
-        load(first_column + step * depth, slot, shared.full.at[slot])
+        load(at(step, slot), shared.full.at[slot])
 
 
-def _sum_slots(plan: _Plan, shared: _Shared, own: pl.Slice, steps, acc) -> jax.Array:
+def _sum_slots(
+    plan: _Plan, shared: _Shared, at: Callable[..., Step], steps, multiply, acc
+) -> jax.Array:
     """Sums over the steps of a warpgroup's own features: [features, rows]."""
     slots = plan.blocks.slots
 
@@ -291,7 +322,7 @@ def _sum_slots(plan: _Plan, shared: _Shared, own: pl.Slice, steps, acc) -> jax.A
     def _(step) -> None:
         slot = jax.lax.rem(step, slots)
         plgpu.barrier_wait(shared.full.at[slot])
-        plan.form.multiply(acc, shared.weights, shared.x, own, slot)
+        multiply(acc, at(step, slot))
         plgpu.wgmma_wait(plan.form.pending)
         # While products of this step may still run, only those of the step before are done. A slot
         # that nobody will fill again is not freed: barriers end as they began.

@@ -18,6 +18,7 @@ from pallas_kernels.grouped_matmul import build_rows, grouped_matmul_reference
 from pallas_kernels.grouped_matmul_mosaic import (
     ALIGN,
     GroupedBlocks,
+    Step,
     WeightTiles,
     multiply_tiles,
     swizzled,
@@ -153,15 +154,18 @@ def weights_of_words(words_R4: jax.Array, scales_R: jax.Array, interpret: Any) -
 
 def int4_tiles(blocks: GroupedBlocks, interpret: Any) -> WeightTiles:
     """Weights [E, F, D / 8] and scales [E, D / 32, F] in the device form."""
-    slots, features, depth = blocks.slots, blocks.features, blocks.depth
+    slots, depth = blocks.slots, blocks.depth
+    own = blocks.features // blocks.warpgroups
 
-    def load(refs, buffers, barrier, group, features, column, slot) -> None:
-        words = pl.ds(column // PER_WORD, depth // PER_WORD)
+    def load(refs, buffers, barrier, step: Step) -> None:
+        group, features, slot = step.group, pl.ds(step.feature, blocks.features), step.slot
+        words = pl.ds(step.column // PER_WORD, depth // PER_WORD)
         plgpu.copy_gmem_to_smem(refs[0].at[group, features, words], buffers[0].at[slot], barrier)
-        scales = pl.ds(column // GROUP, depth // GROUP)
+        scales = pl.ds(step.column // GROUP, depth // GROUP)
         plgpu.copy_gmem_to_smem(refs[1].at[group, scales, features], buffers[1].at[slot], barrier)
 
-    def multiply(acc, buffers, x, features, slot) -> None:
+    def multiply(acc, refs, buffers, x, step: Step, warpgroup, values) -> None:
+        slot, features = step.slot, pl.ds(warpgroup * own, own)
         words = plgpu.load(buffers[0].at[slot, features], layout=WORD_LAYOUT)
         for group in range(depth // GROUP):
             scales = plgpu.load(
@@ -182,13 +186,13 @@ def int4_tiles(blocks: GroupedBlocks, interpret: Any) -> WeightTiles:
                 plgpu.wgmma_wait(0)
 
     buffers: list[Any] = [
-        swizzled((slots, features, depth // PER_WORD), jnp.int32, 64),
-        plgpu.SMEM((slots, depth // GROUP, features), jnp.bfloat16),
+        swizzled((slots, blocks.features, depth // PER_WORD), jnp.int32, 64),
+        plgpu.SMEM((slots, depth // GROUP, blocks.features), jnp.bfloat16),
     ]
     if interpret:
-        buffers.append(swizzled((features, GROUP), jnp.bfloat16, 2 * GROUP))
+        buffers.append(swizzled((blocks.features, GROUP), jnp.bfloat16, 2 * GROUP))
     # The operand is in registers, which the next step overwrites: nothing may be pending.
-    return WeightTiles(buffers, load, multiply, pending=0, x_row_bytes=2 * GROUP)
+    return WeightTiles(buffers, 2, load, multiply, pending=0, x_row_bytes=2 * GROUP)
 
 
 def multiply_int4_tiles(

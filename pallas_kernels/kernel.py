@@ -54,11 +54,12 @@ class ArgSpec:
 class Kernel:
     """Operation with a float64 NumPy reference and interchangeable implementations.
 
-    `tolerance` maps a dtype name to the largest error relative to the largest reference value.
+    `tolerance` maps every dtype that the kernel is for to the largest `error`.
     `flops` and `bytes` take the arguments and count the least work that the operation needs.
     `unsupported` takes the arguments, or their shapes, and says why the Mosaic form does not take
     them; None where it does. `blocks` is the dataclass of the Mosaic form's block sizes, whose
-    defaults hold where nothing was tuned, and `space` the values that a search may try.
+    defaults hold where nothing was tuned, and `space` the values that a search may try. An `exact`
+    kernel moves bits: its results have one dtype, whatever arrays are made for.
     """
 
     name: str
@@ -71,6 +72,24 @@ class Kernel:
     unsupported: Callable[..., str | None] | None = None
     blocks: Callable[..., Any] | None = None
     space: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    exact: bool = False
+
+    def error(self, got: np.ndarray, want: np.ndarray) -> float:
+        """Largest error relative to the largest reference value; of an exact kernel, the share of
+        values whose bits differ.
+
+        Infinite where zero is right, as for a row without a token, and something small came.
+        """
+        if self.exact:
+            if got.dtype != want.dtype or got.shape != want.shape:
+                return math.inf
+            bits = np.dtype(f"uint{8 * want.dtype.itemsize}")
+            return float(np.mean(got.view(bits) != want.view(bits)))
+        got, want = got.astype(np.float64), np.asarray(want)
+        if got[want == 0].any():
+            return math.inf
+        largest = max(np.abs(want).max(initial=0), np.finfo(np.float32).tiny)
+        return float(np.abs(got - want).max(initial=0) / largest)
 
     def __call__(
         self,

@@ -53,7 +53,7 @@ _DTYPES: Mapping[str, Any] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiling:
+class MatrixTiling:
     """Tile order of a matrix [F, D]: counts of its parts, and where they are."""
 
     F: int
@@ -204,8 +204,8 @@ class UnweightMatrix:
     escapes: Any = None
 
     @property
-    def tiling(self) -> Tiling:
-        return Tiling(*self.shape)
+    def tiling(self) -> MatrixTiling:
+        return MatrixTiling(*self.shape)
 
     @property
     def leading(self) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ CASES = [
     for kernel in KERNELS.values()
     for spec in kernel.arg_specs
     for name in DTYPES
-    if not spec.compile_only
+    if name in kernel.tolerance and not spec.compile_only
 ]
 
 
@@ -33,11 +33,8 @@ def test_xla_form_matches_float64(kernel: Kernel, spec: ArgSpec, dtype: str) -> 
     want = kernel.reference(**arrays, **spec.static)
     call = jax.jit(partial(kernel, implementation="xla", **spec.static))
     got = np.asarray(call(*arrays.values()))
-    assert got.dtype == DTYPES[dtype]
-    error = np.abs(got.astype(np.float64) - want).max()
-    assert error <= kernel.tolerance[dtype] * np.abs(want).max()
-    # Rows without a token are zero, not small.
-    assert not got[want == 0].any()
+    assert kernel.exact or got.dtype == DTYPES[dtype]
+    assert kernel.error(got, want) <= kernel.tolerance[dtype]
 
 
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
@@ -100,10 +97,10 @@ def test_workloads_are_right_and_countable(workload: Workload) -> None:
     kernel = KERNELS[workload.kernel]
     (arrays,) = workload.buffers(1)
     call = partial(kernel, **workload.static)
-    got = np.asarray(jax.jit(call)(*arrays.values())).astype(np.float64)
+    got = np.asarray(jax.jit(call)(*arrays.values()))
     host = {name: np.asarray(x) for name, x in arrays.items()}
     want = kernel.reference(**host, **workload.static)
-    assert np.abs(got - want).max() <= kernel.tolerance["bfloat16"] * np.abs(want).max()
+    assert kernel.error(got, want) <= kernel.tolerance["bfloat16"]
     assert kernel.bytes(**counted(arrays), **workload.static) > 0
     assert kernel.flops(**counted(arrays), **workload.static) > 0
 

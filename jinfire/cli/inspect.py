@@ -15,7 +15,7 @@ from jinfire.checkpoints.store import CONFIG_NAME, config_to_json
 from jinfire.cli import compressed, console, options
 from jinfire.config import ModelConfig
 from jinfire.errors import UnsupportedConfig
-from jinfire.layout import StageLayout
+from jinfire.layout import StageLayout, projection_of
 from jinfire.models.spec import (
     ParamSpec,
     abstract_tree,
@@ -25,6 +25,7 @@ from jinfire.models.spec import (
     parameters_by_tensor,
 )
 from jinfire.unweight.describe import Description, describe_compressed, is_compressed
+from jinfire.unweight.policy import PhasePolicies, UnweightPolicy
 from jinfire.weights import parse_dtype
 from sharding import MeshSpec
 
@@ -34,6 +35,7 @@ examples:
   jinfire inspect --model ~/models/Llama-3.2-1B --tensors
   jinfire inspect --model ~/models/Llama-3.1-8B-unweight
   jinfire inspect --prefill 2x3 --decode 4x1
+  jinfire inspect --unweight compact --colocated 1x3
   jinfire inspect --json | jq .kv_bytes_per_token
 """
 DTYPES = ("float32", "bfloat16")
@@ -52,14 +54,15 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=run)
     options.add_model(parser, dtype=False)
     options.add_layout(parser)
+    options.add_unweight(parser)
     parser.add_argument("--tensors", action="store_true", help="list every tensor")
     options.add_output(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    path = options.model_path(args)
+    path, policies = options.model_path(args), options.unweight(args)
     unweight = describe_compressed(path) if is_compressed(path) else None
-    document = _model(path, _meshes(args), args.tensors, unweight is not None)
+    document = _model(path, _meshes(args), args.tensors, policies, unweight is not None)
     if args.json:
         if unweight is not None:
             tensors = compressed.tensor_documents(unweight)
@@ -76,13 +79,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _model(
-    path: Path, meshes: dict[str, MeshSpec], with_tensors: bool, is_coded: bool
+    path: Path,
+    meshes: dict[str, MeshSpec],
+    with_tensors: bool,
+    policies: PhasePolicies,
+    is_coded: bool,
 ) -> dict[str, Any]:
     """What is known about the model, of which a compressed folder may be none that is read."""
     if is_coded and not (path / "config.json").is_file():
         return {"path": path}
     try:
-        return describe(path, meshes, with_tensors)
+        return describe(path, meshes, with_tensors, policies)
     except UnsupportedConfig as error:
         if not is_coded:
             raise
@@ -90,7 +97,8 @@ def _model(
 
 
 def _meshes(args: argparse.Namespace) -> dict[str, MeshSpec]:
-    if args.colocated is None and args.prefill is None and args.decode is None:
+    none_given = args.colocated is None and args.prefill is None and args.decode is None
+    if none_given and args.unweight is None:
         return {}
     where = options.placement(args)
     if where.decode is None:
@@ -98,7 +106,12 @@ def _meshes(args: argparse.Namespace) -> dict[str, MeshSpec]:
     return {"prefill": where.prefill, "decode": where.decode}
 
 
-def describe(path: Path, meshes: dict[str, MeshSpec], with_tensors: bool) -> dict[str, Any]:
+def describe(
+    path: Path,
+    meshes: dict[str, MeshSpec],
+    with_tensors: bool,
+    policies: PhasePolicies,
+) -> dict[str, Any]:
     """All facts about a checkpoint, as JSON values.
 
     Raises: CheckpointMismatch, UnsupportedConfig, or ValueError for a mesh that does not fit.
@@ -123,7 +136,10 @@ def describe(path: Path, meshes: dict[str, MeshSpec], with_tensors: bool) -> dic
         "tensor_sizes": tensor_sizes(config),
         "expert_sizes": expert_sizes(config),
         "max_pipeline": config.num_layers,
-        "layouts": [_layout(config, name, spec) for name, spec in meshes.items()],
+        "layouts": [
+            _layout(config, name, spec, policies.decode if name == "decode" else policies.prefill)
+            for name, spec in meshes.items()
+        ],
         "tokenizer": _tokenizer(path),
         "metadata": _metadata(path),
     }
@@ -161,8 +177,10 @@ def stored_itemsize(spec: ParamSpec, itemsize: int) -> int:
     return itemsize if spec.dtype is None else jnp.dtype(spec.dtype).itemsize
 
 
-def _layout(config: ModelConfig, phase: str, spec: MeshSpec) -> dict[str, Any]:
-    layout = StageLayout(config, spec)
+def _layout(
+    config: ModelConfig, phase: str, spec: MeshSpec, policy: UnweightPolicy | None
+) -> dict[str, Any]:
+    layout = StageLayout(config, spec, policy)
     logical = abstract_tree(config)
 
     def weight_bytes(itemsize: int) -> int:
@@ -189,7 +207,21 @@ def _layout(config: ModelConfig, phase: str, spec: MeshSpec) -> dict[str, Any]:
         "padded_vocabulary": layout.padded_vocab,
         "weight_bytes_per_device": _per_dtype(weight_bytes),
         "kv_bytes_per_token_per_device": _per_dtype(lambda itemsize: kv_elements * itemsize),
+        "unweight": [] if policy is None else _unweight(layout),
     }
+
+
+def _unweight(layout: StageLayout) -> list[dict[str, Any]]:
+    """What the policy comes to, by projection: the variants, or why the weight stays dense."""
+    found: dict[tuple[str, str, str | None], int] = {}
+    for name, tensor in layout.tensors.items():
+        if tensor.coded is not None or tensor.why_dense is not None:
+            key = (projection_of(name), str(tensor.coded or "dense"), tensor.why_dense)
+            found[key] = found.get(key, 0) + sum(source is not None for source in tensor.sources)
+    return [
+        {"projection": projection, "variant": variant, "why_dense": why, "tensors": count}
+        for (projection, variant, why), count in found.items()
+    ]
 
 
 def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -275,6 +307,9 @@ def _print(document: dict[str, Any]) -> None:
     for layout in document["layouts"]:
         print()
         console.print_table(f"{layout['phase']}: {layout['mesh']}", _layout_rows(layout))
+        if layout["unweight"]:
+            print()
+            console.print_table(f"{layout['phase']}: unweight", _unweight_rows(layout["unweight"]))
     print()
     console.print_table("tokenizer", _tokenizer_rows(document["tokenizer"]))
     print()
@@ -337,6 +372,14 @@ def _layout_rows(layout: dict[str, Any]) -> list[tuple[str, object]]:
         ("weights per device", _sizes(layout["weight_bytes_per_device"])),
         ("kv per token", _sizes(layout["kv_bytes_per_token_per_device"]) + " per device"),
     ]
+
+
+def _unweight_rows(choices: list[dict[str, Any]]) -> list[tuple[str, object]]:
+    rows = []
+    for choice in choices:
+        why = "" if choice["why_dense"] is None else f" ({choice['why_dense']})"
+        rows.append((choice["projection"], f"{choice['variant']}{why}, {choice['tensors']}"))
+    return rows
 
 
 def _tokenizer_rows(tokenizer: dict[str, Any] | None) -> list[tuple[str, object]]:

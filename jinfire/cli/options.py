@@ -15,6 +15,7 @@ from jinfire.engine import Engine
 from jinfire.fetch import MODELS_ON_PYPI, cached, default_cache_dir
 from jinfire.request import SamplingParams
 from jinfire.tokenizer import Tokenizer
+from jinfire.unweight.policy import VARIANTS, PhasePolicies, as_policies, read_policies
 
 Layout = tuple[int, ...]
 ENGINE_FIELDS = ("page_size", "max_rows", "max_context", "decode_steps")
@@ -75,10 +76,21 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--decode", type=layout, metavar="PxT", help="mesh of the decode")
 
 
+def add_unweight(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--unweight",
+        metavar="VARIANT|FILE",
+        help="hold bfloat16 weights compressed, without loss: a variant for all of them "
+        f"({', '.join(VARIANTS)}), or a policy file",
+    )
+
+
 def add_engine(parser: argparse.ArgumentParser, *, max_rows: str, dtype: bool = True) -> None:
     """Model, placement, devices and engine sizes; `max_rows` says what its default is."""
     add_model(parser, dtype=dtype)
     add_layout(parser)
+    if dtype:
+        add_unweight(parser)
     group = parser.add_argument_group("engine")
     group.add_argument(
         "--devices",
@@ -188,6 +200,19 @@ def placement(args: argparse.Namespace) -> Placement:
     return Placement.disaggregated(args.prefill, args.decode)
 
 
+def unweight(args: argparse.Namespace) -> PhasePolicies:
+    """The policies that `--unweight` names."""
+    if args.unweight is None or args.unweight in VARIANTS:
+        return as_policies(args.unweight)
+    path = Path(args.unweight)
+    if not path.is_file():
+        raise FlagError(
+            f"--unweight: expected one of {', '.join(VARIANTS)} or a policy file, "
+            f"got {args.unweight!r}"
+        )
+    return read_policies(path)
+
+
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
     names = [field.name for field in dataclasses.fields(SamplingParams)]
     try:
@@ -278,13 +303,22 @@ def load_engine(
 
     `check` may refuse the tokenizer before the weights are loaded.
     """
-    path, where = model_path(args), placement(args)
+    path, where, policies = model_path(args), placement(args), unweight(args)
+    if args.unweight is not None and args.dtype != "bfloat16":
+        raise FlagError(f"--unweight: expected --dtype bfloat16, got {args.dtype}")
     prepare_jax(args, where)
     tokenizer = load_tokenizer(path)
     check(tokenizer)
     note_start(path.name)
     source = open_checkpoint(path)
     try:
-        return Engine(source, tokenizer, placement=where, config=config, dtype=args.dtype)
+        return Engine(
+            source,
+            tokenizer,
+            placement=where,
+            config=config,
+            dtype=args.dtype,
+            unweight=policies,
+        )
     finally:
         source.close()

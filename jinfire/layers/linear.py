@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jinfire.weights import contract
+from jinfire.weights import Weight, contract, take_rows
 from sharding import EXPERT, PIPELINE, TENSOR
 
 # What everything but the experts is split over: the devices of a stage, whatever the experts do.
@@ -65,12 +65,12 @@ class Embedding(nnx.Module):
         weight_VD = self.weight.get_value()
         local = token_ids - jax.lax.axis_index(VOCAB_AXES) * weight_VD.shape[0]
         owned = (local >= 0) & (local < weight_VD.shape[0])
-        rows = jnp.take(weight_VD, jnp.where(owned, local, 0), axis=0, mode="clip")
+        rows = take_rows(weight_VD, jnp.where(owned, local, 0))
         rows = jnp.where(owned[..., None], rows, jnp.zeros((), rows.dtype))
         return jax.lax.psum(rows, VOCAB_AXES)
 
 
-def head_logits(x: jax.Array, weight_VD: jax.Array, vocab_size: int) -> jax.Array:
+def head_logits(x: jax.Array, weight_VD: Weight, vocab_size: int) -> jax.Array:
     """Logits over the whole vocabulary from its local slice.
 
     Shapes: x [..., D], weight_VD [V/devices, D] -> float32 [..., V]. Rows that only pad the

@@ -9,6 +9,7 @@ from jinfire.layers.attention import LayerKV
 from jinfire.layers.linear import Linear, RowParallelLinear
 from jinfire.layers.norm import RMSNorm
 from jinfire.layers.rope import PositionTables, apply_rope, latent_softmax_scale
+from jinfire.weights import whole
 
 
 class LatentAttention(nnx.Module):
@@ -53,9 +54,8 @@ class LatentAttention(nnx.Module):
         latent_BTC = jnp.concatenate([self.latent_norm(latent_BTC), key_BTA], axis=-1)
         # The products with this weight lie inside attention, where the form of the cache decides
         # on which side of it they are.
-        up_NUC = self.latent_up.weight.get_value().reshape(
-            -1, sizes.nope_dim + sizes.value_dim, sizes.rank
-        )
+        latent_BTC, up = whole(latent_BTC, self.latent_up.weight.get_value())
+        up_NUC = up.reshape(-1, sizes.nope_dim + sizes.value_dim, sizes.rank)
         with jax.named_scope("attend"):
             mixed_BTNV, kv = kv.attend_latent(query_BTNH, latent_BTC, up_NUC, self.scale)
         return self.output(mixed_BTNV.reshape(*lead, -1)), kv

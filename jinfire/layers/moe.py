@@ -10,7 +10,8 @@ from jinfire.config import ExpertsConfig, ModelConfig
 from jinfire.layers.linear import MODEL_AXES, param
 from jinfire.layers.mlp import GatedMLP
 from jinfire.layers.routing import check_router, route
-from pallas_kernels import grouped_int4_matmul, grouped_matmul
+from jinfire.weights import grouped_contract
+from pallas_kernels import grouped_int4_matmul
 from sharding import EXPERT, TENSOR, exchange, gather_tokens, own_tokens
 
 INT4_PER_WORD = 8
@@ -86,7 +87,7 @@ class ExpertLinear(nnx.Module):
 
     def __call__(self, x_MD: jax.Array, sizes_E: jax.Array) -> jax.Array:
         """Rows [M, out] of rows sorted by expert, `sizes_E` of each; the others give zeros."""
-        return grouped_matmul(x_MD, self.weight.get_value(), sizes_E)
+        return grouped_contract(x_MD, self.weight.get_value(), sizes_E)
 
 
 class Int4ExpertLinear(nnx.Module):

@@ -6,6 +6,7 @@ Random initialisation, shardings, restore targets, byte counts and FLOPs all der
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from flax import nnx
 
 from jinfire.config import LayerSpec, ModelConfig
 from jinfire.models.transformer import Transformer
+from jinfire.weights import Weight
 
 INT4_IN_A_WORD = 8
 
@@ -44,7 +46,7 @@ class Skeleton:
     names: tuple[str, ...]
     specs: dict[str, ParamSpec]
 
-    def bind(self, params: dict[str, jax.Array]) -> Transformer:
+    def bind(self, params: Mapping[str, Weight]) -> Transformer:
         """The module holding `params`, which may be tracers."""
         state = jax.tree.unflatten(self.treedef, [params[name] for name in self.names])
         return nnx.merge(self.graphdef, state)

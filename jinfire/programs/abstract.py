@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from jinfire.config import ModelConfig
 from jinfire.kvcache.pages import Pools, pages_like, pool_specs
-from jinfire.layout import StageLayout
+from jinfire.layout import CODED_SPEC, StageLayout
 from jinfire.models.spec import abstract_tree
 from jinfire.programs.batch import (
     DecodeControl,
@@ -23,6 +23,8 @@ from jinfire.programs.batch import (
 from jinfire.programs.decode import decode_program
 from jinfire.programs.prefill import prefill_program
 from jinfire.programs.runtime import REPLICATED, CompileLog, MeshModel
+from jinfire.unweight.policy import Choice, UnweightPolicy
+from jinfire.unweight.tensor import UnweightTensor, usual_matrix
 from sharding import Device, MeshSpec, make_mesh
 
 STOP_IDS = 8
@@ -56,10 +58,15 @@ class AbstractPrograms:
         devices: Sequence[Device],
         dtype: np.dtype,
         sizes: Sizes,
+        unweight: UnweightPolicy | None = None,
     ) -> None:
         self.sizes = sizes
         self.model = MeshModel(
-            StageLayout(config, mesh_spec), make_mesh(mesh_spec, devices), {}, CompileLog(), dtype
+            StageLayout(config, mesh_spec, unweight),
+            make_mesh(mesh_spec, devices),
+            {},
+            CompileLog(),
+            dtype,
         )
 
     def lower_prefill(self) -> jax.stages.Lowered:
@@ -93,15 +100,25 @@ class AbstractPrograms:
         program = decode_program(self.model, sizes.steps, sizes.rows, sizes.table_width)
         return program.lower(self.params(), self.pools(), state, control)
 
-    def params(self) -> dict[str, jax.ShapeDtypeStruct]:
+    def params(self) -> dict[str, Any]:
+        """Shapes in place of weights; compressed ones are of a size that is usual."""
         logical = abstract_tree(self.model.config)
-        result = {}
-        for name, tensor in self.model.layout.tensors.items():
-            source = next(source for source in tensor.sources if source is not None)
-            own = logical[source].dtype
-            dtype = self.model.dtype if own is None else jnp.dtype(own)
-            result[name] = self._array(tensor.shape, dtype, tensor.spec)
+        layout, result = self.model.layout, {}
+        for name, tensor in layout.tensors.items():
+            spec = logical[next(source for source in tensor.sources if source is not None)]
+            if tensor.coded is not None:
+                result[name] = self._coded(layout.shard_shape(spec), tensor.coded)
+            else:
+                dtype = self.model.dtype if spec.dtype is None else jnp.dtype(spec.dtype)
+                result[name] = self._array(tensor.shape, dtype, tensor.spec)
         return result
+
+    def _coded(self, shape: tuple[int, ...], choice: Choice) -> UnweightTensor:
+        axes = tuple(self.model.mesh.shape[axis] for axis in CODED_SPEC)
+        return jax.tree.map(
+            lambda leaf: self._array((*axes, *leaf.shape), leaf.dtype, CODED_SPEC),
+            UnweightTensor(usual_matrix(shape, choice.form), choice),
+        )
 
     def pools(self) -> Pools:
         layout = self.model.layout

@@ -21,11 +21,14 @@ from jinfire.layers.rope import PositionTables
 from jinfire.layout import StageLayout
 from jinfire.loading import load_params
 from jinfire.models.transformer import Transformer
+from jinfire.unweight.policy import UnweightPolicy
+from jinfire.unweight.tensor import UnweightTensor
+from jinfire.weights import Weight
 from sharding import PIPELINE, Device, MeshSpec, make_mesh
 
 REPLICATED = PartitionSpec()
 GPU_PLATFORMS = ("gpu", "cuda")
-Params = dict[str, jax.Array]
+Params = dict[str, Weight]
 
 
 @dataclasses.dataclass
@@ -106,9 +109,10 @@ class MeshModel:
         dtype: np.dtype,
         log: CompileLog,
         desc: str = "weights",
+        unweight: UnweightPolicy | None = None,
     ) -> "MeshModel":
         """Weights read from `source` onto a new mesh over `devices`."""
-        layout = StageLayout(source.config, mesh_spec)
+        layout = StageLayout(source.config, mesh_spec, unweight)
         mesh = make_mesh(mesh_spec, devices)
         return cls(layout, mesh, load_params(source, layout, mesh, dtype, desc), log, dtype)
 
@@ -121,7 +125,8 @@ class MeshModel:
         return self.layout.mesh_spec.pipeline
 
     def param_specs(self) -> dict[str, PartitionSpec]:
-        return {name: tensor.spec for name, tensor in self.layout.tensors.items()}
+        """Of every weight; that of a compressed one is the spec of all its arrays."""
+        return {name: tensor.device_spec for name, tensor in self.layout.tensors.items()}
 
     def sharding(self, spec: PartitionSpec = REPLICATED) -> NamedSharding:
         return NamedSharding(self.mesh, spec)
@@ -160,13 +165,16 @@ class MeshModel:
         return self.mesh.devices.flat[0].platform in GPU_PLATFORMS and self.dtype == np.float32
 
     def bind(self, local_params: Params) -> Transformer:
-        """The stage's module on local shards (inside `shard_map`): the stage axis is dropped."""
+        """The stage's module on local shards (inside `shard_map`): axes of the mesh are dropped."""
         tensors = self.layout.tensors
+
+        def local(name: str, weight: Weight) -> Weight:
+            if isinstance(weight, UnweightTensor):
+                return weight.local()
+            return weight.reshape(weight.shape[1:]) if tensors[name].stacked else weight
+
         return self.layout.skeleton.bind(
-            {
-                name: value.reshape(value.shape[1:]) if tensors[name].stacked else value
-                for name, value in local_params.items()
-            }
+            {name: local(name, weight) for name, weight in local_params.items()}
         )
 
     def run_layers(

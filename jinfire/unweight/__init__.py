@@ -1,1 +1,1 @@
-"""Lossless compression of weights on the host: codec, container, device form."""
+"""Lossless compressed weights: codec, container, device form, and the leaf of the engine."""
