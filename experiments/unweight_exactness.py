@@ -341,7 +341,7 @@ def tokens_table(rows: Sequence[Row]) -> Table:
     for row in rows:
         config, values = row["config"], row["values"]
         cells = (
-            SCALES.get(config["variant"], config["variant"]),
+            SCALES.get(config["variant"]) or config["variant"],
             row["placement"],
             number(values["identical"]),
             f"{values['identical_prompts']} of {values['prompts']}",
@@ -373,7 +373,7 @@ def positions_table(rows: Sequence[Row]) -> Table:
     for row in rows:
         config, values = row["config"], row["values"]
         cells = (
-            SCALES.get(config["variant"], config["variant"]),
+            SCALES.get(config["variant"]) or config["variant"],
             number(values["positions"]),
             number(values["argmax_differs"]),
             number(values["argmax_differs_share"] * 100),

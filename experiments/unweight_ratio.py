@@ -112,12 +112,12 @@ PUBLISHED: Mapping[str, Published] = {
 
 
 def configs(smoke: bool) -> list[UnweightRatioConfig]:
+    parts = (MLP, ATTENTION, EMBEDDING, ALL)
+    sets: dict[str, tuple[str, ...]]
     if smoke:
-        parts = (MLP, ATTENTION, EMBEDDING, ALL)
         sets = {"golden_llama31": parts}
         cited = ["DFloat11", "Unweight"]
     else:
-        parts = (MLP, ATTENTION, EMBEDDING, ALL)
         sets = {name: parts for name in WEIGHT_SETS if not WEIGHT_SETS[name].file}
         sets["wordllama"] = (EMBEDDING,)
         cited = list(PUBLISHED)
