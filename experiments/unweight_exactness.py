@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import pydoc_data.topics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -184,15 +184,16 @@ def _prompts(config: UnweightExactnessConfig) -> list[Any]:
 
 
 def _positions(group: Sequence[UnweightExactnessConfig], options: Options) -> Iterator[Measured]:
-    """Window by window, so that the logits of one are all that is held of the reference."""
-    first = group[0]
-    ids, sha256 = _text(first, options)
-    plain = _model(dataclasses.replace(first, variant=PLAIN), options)
+    """Every model beside the reference's logits, which are held: a GB of SmolLM2's."""
+    ids, sha256 = _text(group[0], options)
+    plain = _model(dataclasses.replace(group[0], variant=PLAIN), options)
+    reference = [plain.logits(row[None])[0] for row in _windows(ids)]
+    del plain
     for config in group:
         model = _model(config, options)
         differs, same, largest = 0, 0, 0.0
-        for row in ids:
-            expected, found = plain.logits(row[None])[0], model.logits(row[None])[0]
+        for row, expected in zip(_windows(ids), reference, strict=True):
+            found = model.logits(row[None])[0]
             differs += int((expected.argmax(axis=-1) != found.argmax(axis=-1)).sum())
             same += int((expected == found).all(axis=-1).sum())
             largest = max(largest, float(np.abs(expected - found).max()))
@@ -204,6 +205,10 @@ def _positions(group: Sequence[UnweightExactnessConfig], options: Options) -> It
             "largest_difference": largest,
         }
         yield _measured(config, options, values, ids.size, {"text_sha256": sha256})
+
+
+def _windows(ids: np.ndarray) -> Iterable[np.ndarray]:
+    return tqdm(ids, desc="windows", file=sys.stderr, disable=None, leave=False)
 
 
 def _text(config: UnweightExactnessConfig, options: Options) -> tuple[np.ndarray, str]:
