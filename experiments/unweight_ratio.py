@@ -428,6 +428,7 @@ UNWEIGHT_RATIO = Experiment(
     devices=devices,
     sources=(
         *("jinfire/unweight", "jinfire/checkpoints", "pallas_kernels/unweight_blob.py"),
+        "pallas_kernels/unweight_huffman.py",
         *("experiments/unweight_ratio.py", "experiments/weight_sets.py"),
         *("experiments/ctranslate2.py", "experiments/peers/zipnn_bench.py"),
     ),

@@ -224,6 +224,7 @@ UNWEIGHT_SPEED = Experiment(
     devices=devices,
     sources=(
         *("jinfire/unweight", "pallas_kernels/unweight_blob.py"),
+        "pallas_kernels/unweight_huffman.py",
         *("experiments/unweight_speed.py", "experiments/unweight_worker.py"),
         *("experiments/systems.py", "experiments/weight_sets.py", "experiments/ctranslate2.py"),
         "experiments/peers/zipnn_bench.py",

@@ -13,6 +13,7 @@ Units: seconds on the monotonic clock. The first two are from memory to memory: 
 back, hashes included; the others read a folder and write one, as `jinfire compress` does.
 """
 
+import importlib.metadata
 import json
 import pathlib
 import platform
@@ -81,7 +82,7 @@ class Worker:
             "system": "jinfire",
             "version": jf.__version__,
             "python": platform.python_version(),
-            "numpy": np.__version__,
+            **{name: importlib.metadata.version(name) for name in ("numpy", "numba", "xxhash")},
         }
 
 

