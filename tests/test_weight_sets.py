@@ -161,6 +161,19 @@ def test_entropy_and_verbatim_rows() -> None:
     assert unweight_ratio.verbatim_rows(rare) == 2
 
 
+def test_verbatim_rows_are_those_of_the_blobs() -> None:
+    """The count of the experiment's own, and that in the header (docs/unweight.md, offset 40)."""
+    words = weight_sets.words_of(weight_sets.WEIGHT_SETS["golden_llama31"], Options())
+    counts = []
+    for values in words.values():
+        blob = jf.unweight_encode(values, "palette")
+        if blob.size < 64 + values.nbytes:  # not in raw form
+            counts.append(unweight_ratio.verbatim_rows(values))
+            assert counts[-1] == struct.unpack_from("<I", blob.tobytes(), 40)[0]
+    assert len(counts) > 10
+    assert max(counts) > 0
+
+
 def test_reordered_channels_are_the_same_function() -> None:
     """In float32 the sums agree closely, and not to the bit."""
     source = jf.open_checkpoint(ROOT / "tests" / "golden" / "llama31_f32")
