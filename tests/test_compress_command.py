@@ -261,10 +261,13 @@ def test_targets_that_are_something_else(source, tmp_path, capsys):
     target = tmp_path / "target"
     target.mkdir()
     (target / "thesis.tex").write_text("years of work")
-    assert "it holds thesis.tex" in refused(capsys, "compress", source, target)
-    assert partials(target) == []
+    (target / "thesis.tex.partial").write_text("the last hour of it")
+    (target / "config.json.partial").write_text("left by an earlier run")
+    line = refused(capsys, "compress", source, target)
+    assert "it holds thesis.tex, thesis.tex.partial (" in line
     assert run("compress", source, target, "--force") == 0  # only files of the same name go
     assert (target / "thesis.tex").read_text() == "years of work"
+    assert partials(target) == ["thesis.tex.partial"]
     capsys.readouterr()
 
     assert "expected another folder" in refused(capsys, "compress", source, source)

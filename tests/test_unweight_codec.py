@@ -1,5 +1,7 @@
 """The fast codec: the oracle's bytes, parts of a tensor, threads, and blobs that lie."""
 
+import itertools
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +15,8 @@ from hypothesis.extra import numpy as hnp
 from numba.core import caching
 from unweight_words import FORMS, SHAPES, forged, gaussian, nibble_words
 
+from jinfire import open_checkpoint
+from jinfire.fetch import cached
 from jinfire.unweight import codec, kernels, tiles
 from jinfire.unweight.device import device_form
 from pallas_kernels import (
@@ -264,6 +268,37 @@ def test_words_in_another_order_of_memory() -> None:
         words.astype(">u2"),
     ):
         np.testing.assert_array_equal(codec.encode(other), expected)
+    unaligned = np.frombuffer(b"x" + words.tobytes(), np.uint16, offset=1).reshape(words.shape)
+    compiled = len(kernels.encode_huffman.signatures)
+    np.testing.assert_array_equal(codec.encode(unaligned), expected)
+    assert len(kernels.encode_huffman.signatures) == compiled == 1
+
+
+def test_bits_per_trained_weight() -> None:
+    """SmolLM2's MLPs, whose published 4-bit weights are cast to bfloat16."""
+    path = cached("smollm2")
+    if path is None:
+        message = "SmolLM2 is not in the cache: run `jinfire fetch smollm2` (make test does)"
+        if os.environ.get("CI"):
+            pytest.fail(message)
+        pytest.skip(message)
+    source = open_checkpoint(path)
+    num_bytes = dict.fromkeys(CODED, 0)
+    num_weights = 0
+    for layer, part in itertools.product((0, 13, 29), ("gate", "up", "down")):
+        name = f"layers.{layer}.mlp.{part}.weight"
+        weights = source.read(name, (slice(None), slice(None)))
+        words = weights.astype(ml_dtypes.bfloat16).view(np.uint16)
+        num_weights += words.size
+        for form in CODED:
+            blob = codec.encode(words, form)
+            np.testing.assert_array_equal(codec.decode(blob, words.shape), words)
+            num_bytes[form] += blob.size
+    source.close()
+    bits = {form: 8 * size / num_weights for form, size in num_bytes.items()}
+    assert bits["huffman"] <= 10.80
+    assert bits["compact"] <= 11.5
+    assert bits["palette"] <= 12.1
 
 
 def test_entropy() -> None:

@@ -9,7 +9,7 @@ import xxhash
 
 from jinfire.unweight import kernels
 from jinfire.unweight.coding import NIBBLE_WORDS, OPTIONS, Coding, count_symbols, fill, plan
-from jinfire.unweight.tiles import on_threads, on_tiles, threads, verbatim_before
+from jinfire.unweight.tiles import as_input, on_threads, on_tiles, threads, verbatim_before
 from pallas_kernels import (
     Corrupt,
     TileOrder,
@@ -91,7 +91,7 @@ def decode_part(
     for name, size, chosen in zip(("rows", "columns"), shape, part, strict=True):
         if not 0 <= chosen.start <= chosen.stop <= size or chosen.step not in (None, 1):
             raise ValueError(f"part: expected {name} within 0 to {size}, got {chosen}")
-    data = _input(blob)
+    data = as_input(blob)
     header = _in_sizes_of_files(UnweightHeader.parse(data))
     order = header.order(shape if tensor is None else tensor)
     places = header.sections(order, data.size)
@@ -129,11 +129,7 @@ def exponent_entropy(words: np.ndarray, jobs: int | None = None) -> float:
     """Entropy of the exponents, or of the 4-bit values of int32 words, in bits; 0 of nothing."""
     dtype = check_words(words, "huffman")
     words = np.ascontiguousarray(words, WORDS[dtype]).reshape(-1)
-    high = _high(words, dtype)
-    padded = np.zeros(-(-high.size // 4) * 4, np.uint16)
-    padded[: high.size] = high
-    counts = count_symbols(padded, dtype == "I32", jobs)
-    counts[0] -= (padded.size - high.size) * (4 if dtype == "I32" else 1)
+    counts = count_symbols(_high(words, dtype), dtype == "I32", jobs)
     share = counts[counts > 0] / max(1, counts.sum())
     return float(-(share * np.log2(share)).sum()) + 0.0
 
@@ -218,7 +214,7 @@ def _decode_tiles(
         padded = np.zeros(part.rows * ROW, np.uint8)
         padded[: sign_mantissa.size] = sign_mantissa
         sign_mantissa = padded
-    sign_mantissa = _input(sign_mantissa)
+    sign_mantissa = as_input(sign_mantissa)
     geometry = part.across, part.F
     target = out.reshape(-1), width, columns[0]
     values = np.zeros(16, np.uint8)
@@ -231,7 +227,7 @@ def _decode_tiles(
         # A decoder reads ahead; behind the last tile's chunks it gets zeros.
         tail_first = max(0, stream.size - kernels.CHUNK_READ - 3 * MAX_CHUNK_BYTES)
         tail = np.concatenate([stream[tail_first:], np.zeros(kernels.CHUNK_READ, np.uint8)])
-        codes = stream, _input(tail), tail_first, first_C
+        codes = stream, as_input(tail), tail_first, first_C
 
         def work(first: int, last: int) -> int:
             return kernels.decode_huffman(
@@ -240,7 +236,7 @@ def _decode_tiles(
                 *target,
             )
     elif header.form == "palette":
-        codes_R = _input(sections["codes"][rows.start * 32 : rows.stop * 32])
+        codes_R = as_input(sections["codes"][rows.start * 32 : rows.stop * 32])
         pairs = values.astype(np.uint16)[BYTES & 15] | values.astype(np.uint16)[BYTES >> 4] << 8
 
         def work(first: int, last: int) -> int:
@@ -249,8 +245,8 @@ def _decode_tiles(
                 *(verbatim_before(flags_R, first, part), sign_mantissa, *target),
             )
     else:
-        codes_R = _input(sections["codes"][rows.start * 24 : rows.stop * 24])
-        escapes = _input(sections["escapes"])
+        codes_R = as_input(sections["codes"][rows.start * 24 : rows.stop * 24])
+        escapes = as_input(sections["escapes"])
         tile_first = sections["tile_first"].view("<u4")[before.tiles :][: part.tiles + 1]
         if before.tiles + part.tiles == order.tiles:
             tile_first = np.append(tile_first, escapes.size)
@@ -288,7 +284,7 @@ def _verbatim(
     end = before + int(np.count_nonzero(flags_R))
     if end > header.verbatim_rows or (rows.stop == order.rows and end < header.verbatim_rows):
         raise Corrupt(f"bitmask: expected {header.verbatim_rows} rows, got {end}")
-    return flags_R, _input(sections["verbatim"][before * ROW : end * ROW])
+    return flags_R, as_input(sections["verbatim"][before * ROW : end * ROW])
 
 
 def _chunks(
@@ -305,20 +301,12 @@ def _chunks(
     start = int(all_bytes[:before].sum(dtype=np.int64))
     first_C = np.zeros(chunks + 1, np.int64)
     np.cumsum(all_bytes[before : before + chunks], out=first_C[1:])
-    return _input(sections["stream"][start : start + int(first_C[-1])]), first_C
+    return as_input(sections["stream"][start : start + int(first_C[-1])]), first_C
 
 
 def _high(words: np.ndarray, dtype: str) -> np.ndarray:
     """The uint16 words that are coded: of float32 the high halves."""
     return np.ascontiguousarray(words.view("<u2")[1::2]) if dtype == "F32" else words.view("<u2")
-
-
-def _input(blob: Buffer) -> np.ndarray:
-    """Bytes as an array that is read only, so that each kernel is compiled for one kind."""
-    data = blob if isinstance(blob, np.ndarray) else np.frombuffer(blob, np.uint8)
-    data = data.view(np.ndarray)
-    data.flags.writeable = False
-    return data
 
 
 def _in_sizes_of_files(header: UnweightHeader) -> UnweightHeader:

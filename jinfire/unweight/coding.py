@@ -7,6 +7,7 @@ import numpy as np
 
 from jinfire.unweight import kernels
 from jinfire.unweight.tiles import (
+    as_input,
     on_threads,
     on_tiles,
     row_of,
@@ -31,7 +32,7 @@ NIBBLE_WORDS = 16  # uint16 words of a row of 64 4-bit values
 class Coding:
     """What the values of a tensor decide before any is coded.
 
-    Shapes: words [F x D] uint16 (a quarter of it for 4-bit values), padded with zeros; flags [R]
+    Shapes: words [2 F x D] uint8, of 4-bit values [F x D / 2], padded with zeros; flags [R]
     uint8, of the rows that are verbatim.
     """
 
@@ -54,6 +55,7 @@ def plan(words: np.ndarray, order: TileOrder, form: str, nibbles: bool, jobs: in
         padded[: words.size] = words
         words = padded
     counts = count_symbols(words, nibbles, jobs)
+    data = as_input(words)
     palette = choose_palette(counts, form)
     flags_R = np.zeros(order.rows, np.uint8)
     escapes = 0
@@ -71,7 +73,7 @@ def plan(words: np.ndarray, order: TileOrder, form: str, nibbles: bool, jobs: in
         def mark(first: int, last: int) -> np.ndarray:
             removed = np.zeros(256, np.int64)
             kernels.mark_rows(
-                *(words, values, low, high - low, order.across, order.F, first, last),
+                *(data, values, low, high - low, order.across, order.F, first, last),
                 *(flags_R, removed),
             )
             return removed
@@ -81,7 +83,7 @@ def plan(words: np.ndarray, order: TileOrder, form: str, nibbles: bool, jobs: in
         coded = [int(counts[value]) for value in palette]
         lengths = tuple(code_lengths(coded, OPTIONS.max_code_bits))
     verbatim_rows = int(np.count_nonzero(flags_R))
-    return Coding(words, order, nibbles, form, palette, lengths, flags_R, verbatim_rows, escapes)
+    return Coding(data, order, nibbles, form, palette, lengths, flags_R, verbatim_rows, escapes)
 
 
 def fill(coding: Coding, sections: dict[str, np.ndarray], jobs: int | None) -> list[np.ndarray]:
@@ -138,23 +140,28 @@ def fill(coding: Coding, sections: dict[str, np.ndarray], jobs: int | None) -> l
 
 
 def count_symbols(words: np.ndarray, nibbles: bool, jobs: int | None) -> np.ndarray:
-    """How often each exponent, or 4-bit value, occurs: [256] int64."""
-    whole = words.size // 4
-    number = threads(whole * 4, jobs)
-    bounds = [4 * (whole * i // number) for i in range(number + 1)]
-    runs = list(itertools.pairwise(bounds))
+    """How often each exponent of uint16 words, or 4-bit value, occurs: [256] int64."""
+    data = as_input(words)
+    eights, rest = divmod(data.size, 8)
+    number = threads(4 * eights, jobs)
+    bounds = [8 * (eights * i // number) for i in range(number + 1)]
+    last = np.zeros(8, np.uint8)
+    last[:rest] = data[8 * eights :]
 
     def count(shift: int) -> np.ndarray:
         parts = on_threads(
-            lambda first, last: kernels.count_values(words, shift, first, last), runs, number
+            lambda first, last: kernels.count_values(data, shift, first, last),
+            *(list(itertools.pairwise(bounds)), number),
         )
-        return np.sum(parts, axis=0)
+        return np.sum(parts, axis=0) + kernels.count_values(as_input(last), shift, 0, 8)
 
-    if not nibbles:
-        return count(7)
-    bytes_HL = (count(0) + count(8)).reshape(16, 16)
-    counts = np.zeros(256, np.int64)
-    counts[:16] = bytes_HL.sum(axis=0) + bytes_HL.sum(axis=1)
+    if nibbles:
+        bytes_HL = (count(0) + count(8)).reshape(16, 16)
+        counts = np.zeros(256, np.int64)
+        counts[:16] = bytes_HL.sum(axis=0) + bytes_HL.sum(axis=1)
+    else:
+        counts = count(7)
+    counts[0] -= (8 - rest) * 2 if nibbles else (8 - rest) // 2  # zeros behind the last words
     return counts
 
 

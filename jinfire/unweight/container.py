@@ -8,6 +8,7 @@ source, the hash of every other one, and what the source file was. `unweight_xxh
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -327,17 +328,15 @@ def decode_part(blob: np.ndarray, entry: Coded, bounds: Index) -> np.ndarray:
         return codec.decode(blob, entry.shape).view(kind)[bounds]
     *lead, rows, columns = entry.shape
     *lead_bounds, row_bounds, column_bounds = bounds
-    out = np.empty([part.stop - part.start for part in bounds], kind)
     matrix = (math.prod(lead) * rows, columns)
+    parts = []
     # The rows of the matrix that leading indices choose are not adjacent.
-    for place in np.ndindex(*out.shape[:-2]):
-        first = 0
-        for size, part, offset in zip(lead, lead_bounds, place, strict=True):
-            first = first * size + part.start + offset
-        first *= rows
+    for place in itertools.product(*(range(part.start, part.stop) for part in lead_bounds)):
+        first = rows * sum(index * math.prod(lead[axis + 1 :]) for axis, index in enumerate(place))
         chosen = slice(first + row_bounds.start, first + row_bounds.stop)
-        out[place] = codec.decode_part(blob, matrix, (chosen, column_bounds)).view(kind)
-    return out
+        parts.append(codec.decode_part(blob, matrix, (chosen, column_bounds)).view(kind))
+    shape = [part.stop - part.start for part in bounds]
+    return (parts[0] if len(parts) == 1 else np.stack(parts)).reshape(shape)
 
 
 class BlockReader:

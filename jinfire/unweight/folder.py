@@ -129,8 +129,8 @@ def convert(folder: Folder, target: Path, conversion: Conversion, force: bool) -
                 f"{target}: expected a new or empty folder, or one that the same command has "
                 f"begun: {'; '.join(problems)} (--force replaces files of the same name)"
             )
-        for partial in target.glob(f"*{PARTIAL}"):
-            partial.unlink()
+        for name in _own_names(folder):
+            (target / (name + PARTIAL)).unlink(missing_ok=True)
         written = [shard for shard in folder.shards if shard.name not in kept]
         _check_room(target, sum(map(conversion.most_bytes, written)))
         for shard in written:
@@ -150,8 +150,8 @@ def convert(folder: Folder, target: Path, conversion: Conversion, force: bool) -
 def _standing(folder: Folder, target: Path, conversion: Conversion) -> tuple[list[str], list[str]]:
     """Shards that are complete already, and what in the target is not of this conversion."""
     kept, problems = [], []
-    own = {path.name for path in (*folder.shards, *folder.beside)} | {INDEX_NAME}
-    foreign = {entry.name for entry in target.iterdir() if not entry.name.endswith(PARTIAL)} - own
+    own = _own_names(folder)
+    foreign = {entry.name for entry in target.iterdir()} - own - {name + PARTIAL for name in own}
     if foreign:
         problems.append(f"it holds {listing(foreign)}")
     for shard in folder.shards:
@@ -171,6 +171,10 @@ def _standing(folder: Folder, target: Path, conversion: Conversion) -> tuple[lis
     if index.exists() and (folder.index is None or _tensors(index) != _tensors(folder.index)):
         problems.append(f"{INDEX_NAME} is another")
     return kept, problems
+
+
+def _own_names(folder: Folder) -> set[str]:
+    return {path.name for path in (*folder.shards, *folder.beside)} | {INDEX_NAME}
 
 
 def _same_bytes(one: Path, other: Path) -> bool:

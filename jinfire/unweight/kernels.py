@@ -2,7 +2,7 @@
 
 A kernel works on the tiles `first` to `last` of a matrix of `across` tiles a band and F rows, and
 threads take ranges of tiles: nothing is shared but arrays that each writes its own part of. `words`
-are the uint16 words of the tensor; `nibbles` says that a row of 64 weights is 16 of them instead.
+are the bytes of a tensor's uint16 words, 128 a row of 64 weights, or 32 a row with `nibbles`.
 
 Decoders trust no byte: whatever the sections hold, they read and write inside the arrays that their
 docstrings size, and give the tile that does not fit, or -1.
@@ -31,8 +31,10 @@ from jinfire.unweight.vectors import (
 
 # numba keeps what it compiled until the file of a kernel changes, whatever that file imports. So
 # this is the XXH3 of vectors.py, which a test compares.
-VECTORS = "5848c1180c7c529f"
+VECTORS = "b7c8b55fabcaef0c"
 
+ROW_BYTES = 2 * ROW
+NIBBLE_BYTES = ROW // 2
 TILE_ROWS = 64
 CHUNK_ROWS = 16
 MAX_CODE_BITS = 12
@@ -57,15 +59,14 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def count_values(words, shift, first, last):
     """How often each byte value occurs at bit `shift` of the words: [256] int64.
 
-    `first` and `last` are words, a multiple of 4 apart.
+    `first` and `last` are bytes, a multiple of 8 apart.
     """
-    data = words.view(np.uint8)
     # Four tables: the increments of neighbours, which are often equal, do not wait for each other.
     counts = np.zeros(4 * 256, np.int64)
     low = U(shift)
     byte = U(255)
-    for at in range(first, last, 4):
-        four = load_u64(data, 2 * at) >> low
+    for at in range(first, last, 8):
+        four = load_u64(words, at) >> low
         counts[four & byte] += 1
         counts[U(256) + (four >> U(16) & byte)] += 1
         counts[U(512) + (four >> U(32) & byte)] += 1
@@ -84,11 +85,11 @@ def mark_rows(words, palette, low, span, across, F, first, last, flags_R, counts
     r = first_row(first, across, F)
     for tile in range(first, last):
         band = tile // across
-        column = (tile - band * across) * ROW
+        column = tile - band * across
         height = min(TILE_ROWS, F - band * TILE_ROWS)
         for i in range(height):
-            at = (band * TILE_ROWS + i) * across * ROW + column
-            prefetch(words, at + ROW)
+            at = ((band * TILE_ROWS + i) * across + column) * ROW_BYTES
+            prefetch(words, at + ROW_BYTES)
             if outside_bits(words, at, low, span) == U(0):
                 r += 1
                 continue
@@ -147,11 +148,11 @@ def encode_huffman(
         for i in range(height):
             place = (band * TILE_ROWS + i) * across + column
             if nibbles:
-                split_nibbles(words, place * 16, exps, 0)
+                split_nibbles(words, place * NIBBLE_BYTES, exps, 0)
             else:
                 # Tiles to the right: the rows of a tile lie too far apart for the processor to see.
-                prefetch(words, (place + 1) * ROW)
-                split_words(words, place * ROW, exps, 0, sm, r * ROW)
+                prefetch(words, (place + 1) * ROW_BYTES)
+                split_words(words, place * ROW_BYTES, exps, 0, sm, r * ROW)
             if flags_R[r]:
                 for j in range(0, ROW, 8):
                     store_u64(verbatim, v * ROW + j, load_u64(exps, j))
@@ -195,8 +196,8 @@ def encode_palette(words, across, F, first, last, flags_R, pairs, sm, codes, ver
         height = min(TILE_ROWS, F - band * TILE_ROWS)
         for i in range(height):
             place = (band * TILE_ROWS + i) * across + column
-            prefetch(words, (place + 1) * ROW)
-            split_words(words, place * ROW, exps, 0, sm, r * ROW)
+            prefetch(words, (place + 1) * ROW_BYTES)
+            split_words(words, place * ROW_BYTES, exps, 0, sm, r * ROW)
             if flags_R[r]:
                 for j in range(0, ROW, 8):
                     store_u64(verbatim, v * ROW + j, load_u64(exps, j))
@@ -230,8 +231,8 @@ def encode_compact(words, palette, across, F, first, last, sm, codes, escapes, t
                 pairs[pair] = x - tiles[tile]
                 pair += 1
             place = (band * TILE_ROWS + i) * across + column
-            prefetch(words, (place + 1) * ROW)
-            split_words(words, place * ROW, exps, 0, sm, r * ROW)
+            prefetch(words, (place + 1) * ROW_BYTES)
+            split_words(words, place * ROW_BYTES, exps, 0, sm, r * ROW)
             p0 = p1 = p2 = known = U(0)
             for rank in range(palette.size):
                 same = equal_bits(exps, 0, palette[rank])

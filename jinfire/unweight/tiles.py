@@ -1,8 +1,8 @@
-"""Tiles of a matrix on several threads."""
+"""What kernels are called with: bytes to read, and ranges of tiles, one a thread."""
 
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Buffer, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -12,6 +12,14 @@ from pallas_kernels import TileOrder
 
 # Below this a second thread costs more than it saves.
 JOB_WEIGHTS = 1 << 17
+
+
+def as_input(data: Buffer) -> np.ndarray:
+    """Bytes as kernels read them: every kernel is compiled for one kind of array only."""
+    array = data if isinstance(data, np.ndarray) else np.frombuffer(data, np.uint8)
+    array = array.view(np.ndarray).reshape(-1).view(np.uint8)
+    array.flags.writeable = False
+    return array
 
 
 def row_of(tile: int, order: TileOrder) -> int:

@@ -102,7 +102,7 @@ def store_u64(typing: Any, data: Any, data_at: Any, value: Any) -> Any:
 
 @operation
 def split_words(typing: Any, words: Any, at: Any, exps: Any, e_at: Any, sms: Any, s_at: Any) -> Any:
-    """Exponents, and bytes of sign and mantissa, of 64 bfloat16 words."""
+    """Exponents, and bytes of sign and mantissa, of the 64 bfloat16 words in 128 bytes."""
 
     def lower(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         rows, b = _Rows(context, builder, signature), builder
@@ -119,7 +119,7 @@ def split_words(typing: Any, words: Any, at: Any, exps: Any, e_at: Any, sms: Any
 
 @operation
 def join_words(typing: Any, exps: Any, e_at: Any, sms: Any, s_at: Any, words: Any, at: Any) -> Any:
-    """The inverse of `split_words`."""
+    """The inverse of `split_words`, to an array of uint16."""
 
     def lower(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         rows, b, wide = _Rows(context, builder, signature), builder, _vector(HALF)
@@ -137,7 +137,7 @@ def join_words(typing: Any, exps: Any, e_at: Any, sms: Any, s_at: Any, words: An
 
 @operation
 def split_nibbles(typing: Any, words: Any, at: Any, nibbles: Any, n_at: Any) -> Any:
-    """The 64 values of 16 words (32 bytes) of 4-bit values, a byte each."""
+    """The 64 4-bit values of 32 bytes, a byte each."""
 
     def lower(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         rows = _Rows(context, builder, signature)
@@ -149,7 +149,7 @@ def split_nibbles(typing: Any, words: Any, at: Any, nibbles: Any, n_at: Any) -> 
 
 @operation
 def join_nibbles(typing: Any, nibbles: Any, n_at: Any, words: Any, at: Any) -> Any:
-    """The inverse of `split_nibbles`."""
+    """The inverse of `split_nibbles`, to an array of uint16."""
 
     def lower(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         rows = _Rows(context, builder, signature)
@@ -172,7 +172,7 @@ def equal_bits(typing: Any, data: Any, data_at: Any, value: Any) -> Any:
 
 @operation
 def outside_bits(typing: Any, words: Any, at: Any, low: Any, span: Any) -> Any:
-    """Bit j says that the exponent of word j of 64 is not in `low` to `low + span`."""
+    """Bit j says that the exponent of word j in 128 bytes is not in `low` to `low + span`."""
 
     def lower(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         word, b = _Rows(context, builder, signature).load(args, 0, _vector(HALF)), builder
@@ -185,7 +185,7 @@ def outside_bits(typing: Any, words: Any, at: Any, low: Any, span: Any) -> Any:
 
 @operation
 def prefetch(typing: Any, words: Any, at: Any) -> Any:
-    """Asks for the 64 words from a place on, which need not be in the array, to be in the cache."""
+    """Asks for 128 bytes, which need not be in the array, to be in the cache."""
 
     def lower(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         fetch = builder.module.declare_intrinsic("llvm.prefetch", [BYTE.as_pointer()], _PREFETCH)
