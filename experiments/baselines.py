@@ -128,6 +128,25 @@ def _bfloat16_ragged_dot(kernel: Any, static: Any, arrays: Arrays) -> Call:
     return _ragged, (arrays["x"], weights_EDF, arrays["group_sizes"])
 
 
+def _decompressed(kernel: Any, coded: Sequence[jax.Array], width: int, *sizes: Any) -> jax.Array:
+    """The weights [D, F] as the kernel's own product with the identity gives them."""
+    call = jax.jit(partial(kernel, implementation="xla"))
+    return call(jnp.eye(width, dtype=jnp.bfloat16), *coded, *sizes)
+
+
+def _decompressed_matmul(kernel: Any, static: Any, arrays: Arrays) -> Call:
+    x, *coded = arrays.values()
+    return _dot, (x, _decompressed(kernel, coded, x.shape[1]))
+
+
+def _decompressed_ragged_dot(kernel: Any, static: Any, arrays: Arrays) -> Call:
+    x, *coded, sizes = arrays.values()
+    width = jnp.full(1, x.shape[1], jnp.int32)
+    each = [[array[e : e + 1] for array in coded] for e in range(len(sizes))]
+    weights_EDF = jnp.stack([_decompressed(kernel, own, x.shape[1], width) for own in each])
+    return _ragged, (x, weights_EDF, sizes)
+
+
 BASELINES: dict[str, dict[str, Callable[[Any, Any, Arrays], Call]]] = {
     "paged_attention": {
         "JAX Triton paged_attention, 64 tokens": partial(_triton, 64),
@@ -142,4 +161,14 @@ BASELINES: dict[str, dict[str, Callable[[Any, Any, Arrays], Call]]] = {
     "grouped_matmul": {"jax.lax.ragged_dot": _ragged_dot},
     "int4_matmul": {"bfloat16 matmul": _bfloat16_matmul},
     "grouped_int4_matmul": {"jax.lax.ragged_dot in bfloat16": _bfloat16_ragged_dot},
+    **{
+        f"unweight_{form}_matmul": {"bfloat16 matmul": _decompressed_matmul}
+        for form in ("palette", "exponent", "compact")
+    },
+    **{
+        f"grouped_unweight_{form}_matmul": {
+            "jax.lax.ragged_dot in bfloat16": _decompressed_ragged_dot
+        }
+        for form in ("palette", "exponent", "compact")
+    },
 }

@@ -46,8 +46,8 @@ RULES = {
 INT4_GROUP = 32
 """Columns of an int4 weight that share a scale, and stay together."""
 
-UNWEIGHT_ROW = 64
-"""Columns of a compressed weight that are coded together, and stay together."""
+UNWEIGHT_TILE = 64
+"""Columns of a compressed weight that are coded together, and stay together; and rows of a tile."""
 
 # What each device holds of a compressed weight is coded on its own, in arrays of one shape.
 CODED_SPEC = PartitionSpec(PIPELINE, EXPERT, TENSOR)
@@ -190,7 +190,9 @@ class StageLayout:
 
     @property
     def padded_vocab(self) -> int:
-        parts = self.mesh_spec.pipeline * self.shards
+        """Rows of the vocabulary on all devices; whole tiles on each where weights are coded."""
+        unit = 1 if self.unweight is None else UNWEIGHT_TILE
+        parts = self.mesh_spec.pipeline * self.shards * unit
         return -(-self.config.vocab_size // parts) * parts
 
     @functools.cached_property
@@ -231,8 +233,8 @@ class StageLayout:
         if choice.is_dense:
             return None, "by the policy"
         columns = self.shard_shape(spec)[-1]
-        if columns % UNWEIGHT_ROW:
-            return None, f"{columns} columns on a device, not a multiple of {UNWEIGHT_ROW}"
+        if columns % UNWEIGHT_TILE:
+            return None, f"{columns} columns on a device, not a multiple of {UNWEIGHT_TILE}"
         if projection in OPERANDS:
             return Choice.always(DECOMPRESSED[choice.form]), None
         return choice, None

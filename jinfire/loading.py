@@ -4,6 +4,7 @@ import dataclasses
 import math
 import zlib
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import ml_dtypes
@@ -14,14 +15,24 @@ from jinfire.checkpoints import TensorSource
 from jinfire.checkpoints.int4 import GROUP
 from jinfire.checkpoints.source import Index, normalise
 from jinfire.config import ModelConfig
-from jinfire.layout import CODED_SPEC, PhysicalTensor, StageLayout
+from jinfire.layout import CODED_SPEC, PhysicalTensor, StageLayout, projection_of
 from jinfire.models.spec import ParamSpec, abstract_tree
 from jinfire.progress import progress
 from jinfire.unweight.device import device_form
 from jinfire.unweight.policy import Choice, check_dtype
-from jinfire.unweight.tensor import MESH_AXES, RAGGED, UnweightTensor, filled, room
+from jinfire.unweight.tensor import (
+    LENGTHS,
+    MESH_AXES,
+    RAGGED,
+    UnweightTensor,
+    common_length,
+    filled,
+)
 from jinfire.weights import Weight
 from sharding import Device
+
+# Share of a compressed weight that may be filled up so that it has the shape of other layers'.
+FILLED_UP = 0.02
 
 # Root mean square of an even draw from -8 to 7.
 INT4_DEVIATION = math.sqrt(sum(value * value for value in range(-8, 8)) / 16)
@@ -96,10 +107,11 @@ def load_params(
         spec = specs[next(source for source in tensor.sources if source)]
         return dtype if spec.dtype is None else jax.numpy.dtype(spec.dtype)
 
-    return {
+    params = {
         name: _place(source, layout, tensors[name], mesh, own_dtype(tensors[name]))
         for name in progress(tensors, desc=f"load {desc}")
     }
+    return params | _of_common_lengths(params)
 
 
 def _place(
@@ -151,6 +163,49 @@ def _place(
     return jax.make_array_from_single_device_arrays(tensor.shape, sharding, shards)
 
 
+def _of_common_lengths(params: Mapping[str, Weight]) -> dict[str, Weight]:
+    """Compressed weights of one kind, one in each layer, with ragged arrays of one length."""
+    kinds: dict[Any, dict[str, UnweightTensor]] = {}
+    for name, weight in params.items():
+        if isinstance(weight, UnweightTensor):
+            kind = projection_of(name), weight.choice, weight.matrix.leading, weight.matrix.shape
+            kinds.setdefault(kind, {})[name] = weight
+    found: dict[str, Weight] = {}
+    for weights in kinds.values():
+        for together in LENGTHS:
+            arrays = [weight.matrix.arrays().get(together[0]) for weight in weights.values()]
+            lengths = [a.shape[RAGGED[together[0]]] for a in arrays if a is not None]
+            if not lengths:
+                continue
+            weight = next(iter(weights.values()))
+            part = sum(getattr(weight.matrix, field).nbytes for field in together) / lengths[0]
+            length = common_length(lengths, int(FILLED_UP * weight.nbytes / part))
+            for (name, weight), own in zip(weights.items(), lengths, strict=True):
+                if own < length:
+                    weights[name] = _filled_up(weight, together, length)
+        found |= weights
+    return found
+
+
+def _filled_up(weight: UnweightTensor, together: tuple[str, ...], length: int) -> UnweightTensor:
+    """The weight with longer arrays, which come to the host and back: compiling costs more."""
+    longer = {}
+    for field in together:
+        array = getattr(weight.matrix, field)
+        shards = [
+            jax.device_put(
+                filled(field, np.asarray(shard.data), length, weight.matrix), shard.device
+            )
+            for shard in array.addressable_shards
+        ]
+        shape = list(array.shape)
+        shape[RAGGED[field]] = length
+        longer[field] = jax.make_array_from_single_device_arrays(
+            tuple(shape), array.sharding, shards
+        )
+    return dataclasses.replace(weight, matrix=dataclasses.replace(weight.matrix, **longer))
+
+
 def _place_coded(
     choice: Choice,
     shard: Callable[[Index], np.ndarray],
@@ -185,7 +240,7 @@ def _place_coded(
             else:
                 put(field, array, where)
     for field, parts in waiting.items():
-        length = room(max(array.shape[RAGGED[field]] for array, _ in parts))
+        length = max(array.shape[RAGGED[field]] for array, _ in parts)
         while parts:
             array, where = parts.pop()
             put(field, filled(field, array, length, matrix), where)

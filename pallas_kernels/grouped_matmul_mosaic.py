@@ -264,13 +264,9 @@ def _multiply_tile(plan: _Plan, tile_refs, x_ref, weight_refs, out_ref, shared: 
     def at(step, slot) -> Step:
         return Step(group, first_feature, (split * plan.steps + step) * blocks.depth, slot)
 
-    registers = plan.form.registers
+    copies, multiplies = warpgroup == blocks.warpgroups, warpgroup < blocks.warpgroups
 
-    @pl.when((rows > 0) & in_group & (warpgroup == blocks.warpgroups))
-    def _() -> None:
-        if registers:
-            plgpu.set_max_registers(registers[0], action="decrease")
-
+    def copy() -> None:
         def load(step: Step, full) -> None:
             source = x_ref.at[pl.ds(start - skip, blocks.rows), pl.ds(step.column, blocks.depth)]
             plgpu.copy_gmem_to_smem(source, shared.x.at[step.slot], full)
@@ -278,23 +274,37 @@ def _multiply_tile(plan: _Plan, tile_refs, x_ref, weight_refs, out_ref, shared: 
 
         _fill_slots(plan, shared, at, load)
 
-    @pl.when((rows > 0) & (warpgroup < blocks.warpgroups))
-    def _() -> None:
-        if registers:
-            plgpu.set_max_registers(registers[1], action="increase")
+    def multiply() -> None:
         steps = jnp.where(in_group, plan.steps, 0)
         values = plan.form.start(weight_refs, group)
 
-        def multiply(acc, step: Step) -> None:
+        def add(acc, step: Step) -> None:
             plan.form.multiply(acc, weight_refs, shared.weights, shared.x, step, warpgroup, values)
 
         sums_FN = pl.run_scoped(
-            lambda acc: _sum_slots(plan, shared, at, steps, multiply, acc),
+            lambda acc: _sum_slots(plan, shared, at, steps, add, acc),
             plgpu.WGMMAAccumulatorRef((plan.own_features, blocks.rows), jnp.float32),
         )
         features = pl.ds(first_feature + warpgroup * plan.own_features, plan.own_features)
         target = out_ref.at[split, :, features]
         _store_rows(plan, shared.out.at[warpgroup], target, sums_FN, start, skip, rows)
+
+    if plan.form.registers is None:
+        pl.when((rows > 0) & in_group & copies)(copy)
+        pl.when((rows > 0) & multiplies)(multiply)
+        return
+    less, more = plan.form.registers
+
+    # Whatever the tile: who waits for more registers waits until the others have given theirs.
+    @pl.when(copies)
+    def _() -> None:
+        plgpu.set_max_registers(less, action="decrease")
+        pl.when((rows > 0) & in_group)(copy)
+
+    @pl.when(multiplies)
+    def _() -> None:
+        plgpu.set_max_registers(more, action="increase")
+        pl.when(rows > 0)(multiply)
 
 
 def _fill_slots(plan: _Plan, shared: _Shared, at: Callable[..., Step], load) -> None:
@@ -312,9 +322,7 @@ def _fill_slots(plan: _Plan, shared: _Shared, at: Callable[..., Step], load) -> 
         load(at(step, slot), shared.full.at[slot])
 
 
-def _sum_slots(
-    plan: _Plan, shared: _Shared, at: Callable[..., Step], steps, multiply, acc
-) -> jax.Array:
+def _sum_slots(plan: _Plan, shared: _Shared, at: Callable[..., Step], steps, add, acc) -> jax.Array:
     """Sums over the steps of a warpgroup's own features: [features, rows]."""
     slots = plan.blocks.slots
 
@@ -322,7 +330,7 @@ def _sum_slots(
     def _(step) -> None:
         slot = jax.lax.rem(step, slots)
         plgpu.barrier_wait(shared.full.at[slot])
-        multiply(acc, at(step, slot))
+        add(acc, at(step, slot))
         plgpu.wgmma_wait(plan.form.pending)
         # While products of this step may still run, only those of the step before are done. A slot
         # that nobody will fill again is not freed: barriers end as they began.

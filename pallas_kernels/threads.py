@@ -2,7 +2,7 @@
 each thread's own.
 
 A *program* is a Python function of a machine. On a GPU the machine writes the instructions of one
-thread into a Pallas kernel. In interpret mode another one carries out the same program with JAX,
+thread into a Pallas kernel. In interpret mode another one carries out the same program in NumPy,
 all threads of a block at a time, so what is tested there is the program that the GPU runs, but for
 the meaning of each instruction.
 
@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
@@ -57,6 +56,9 @@ class Word:
     def __or__(self, other: Any) -> "Word":
         return self._apply(arith.ori, other)
 
+    def __xor__(self, other: Any) -> "Word":
+        return self._apply(arith.xori, other)
+
     def __lshift__(self, other: Any) -> "Word":
         return self._apply(arith.shli, other)
 
@@ -81,7 +83,8 @@ class Word:
     def __ne__(self, other: object) -> Any:
         return self._compare(arith.CmpIPredicate.ne, other)
 
-    __hash__ = None
+    def __hash__(self) -> int:
+        raise TypeError("a word has no value before its thread runs")
 
 
 def _i32() -> ir.Type:
@@ -153,6 +156,9 @@ class GpuThread:
     def where(self, flag: Word, yes: Word, no: Word) -> Word:
         return Word(arith.select(flag.value, yes.value, no.value))
 
+    def minimum(self, one: Word, other: Word) -> Word:
+        return Word(arith.minui(one.value, other.value))
+
     def permute(self, low: Word, high: Word, selectors: Any) -> Word:
         """Four of the eight bytes of two words: those that the lowest four nibbles name, of which
         the highest bit must be 0."""
@@ -208,7 +214,7 @@ class GpuThread:
     ) -> Words:
         """`body` as long as the thread's own test holds. It writes no memory."""
         kinds = [word.value.type for word in carry]
-        loop = scf.WhileOp(kinds, [word.value for word in carry])
+        loop = scf.WhileOp(results_=kinds, inits=[word.value for word in carry])
         places = [ir.Location.unknown()] * len(kinds)
         before = loop.regions[0].blocks.append(*kinds, arg_locs=places)
         with ir.InsertionPoint(before):
@@ -223,97 +229,98 @@ class GpuThread:
         choice = scf.IfOp(flag.value, [word.value.type for word in otherwise], has_else=True)
         with ir.InsertionPoint(choice.then_block):
             scf.YieldOp([word.value for word in then()])
-        with ir.InsertionPoint(choice.else_block):
+        other = choice.else_block
+        assert other is not None
+        with ir.InsertionPoint(other):
             scf.YieldOp([word.value for word in otherwise])
         return [Word(value) for value in choice.results]
 
 
-class JaxThreads:
-    """Machine that carries out a program for all threads of a block with JAX.
+class NumpyThreads:
+    """Machine that carries out a program for all threads of a block.
 
-    Memory is a dict of arrays of words, which a store replaces. A load from outside an array gives
-    a pattern that shows.
+    Memory is a dict of arrays of words, which stores change. A load from outside an array gives a
+    pattern that shows.
     """
 
-    def __init__(self, memory: Mapping[str, jax.Array], block: jax.Array) -> None:
-        self.memory = dict(memory)
-        self.thread = jnp.arange(THREADS, dtype=jnp.uint32)
-        self.block = jnp.broadcast_to(block.astype(jnp.uint32), (THREADS,))
-        self._active = jnp.ones(THREADS, bool)
+    def __init__(self, memory: Mapping[str, np.ndarray], block: int) -> None:
+        self._memory = memory
+        self.thread = np.arange(THREADS, dtype=np.uint32)
+        self.block = self.word(block)
+        self._active = np.ones(THREADS, bool)
 
-    def word(self, number: int) -> jax.Array:
-        return jnp.full(THREADS, number, jnp.uint32)
+    def word(self, number: int) -> np.ndarray:
+        return np.full(THREADS, number, np.uint32)
 
-    def _at(self, name: str, place: jax.Array) -> jax.Array:
-        return self.memory[name].at[place].get(mode="fill", fill_value=0xDEADBEEF)
+    def _at(self, name: str, place: np.ndarray) -> np.ndarray:
+        words = self._memory[name]
+        inside = place < len(words)
+        return np.where(inside, words[np.where(inside, place, 0)], np.uint32(0xDEADBEEF))
 
-    def load(self, name: str, offset: jax.Array, count: int = 1) -> Words:
+    def load(self, name: str, offset: np.ndarray, count: int = 1) -> Words:
+        assert not (offset[self._active] % (4 * count)).any()
         return [self._at(name, offset // 4 + i) for i in range(count)]
 
-    def load_byte(self, name: str, offset: jax.Array) -> jax.Array:
+    def load_byte(self, name: str, offset: np.ndarray) -> np.ndarray:
         return self._at(name, offset // 4) >> offset % 4 * 8 & 0xFF
 
-    def load_half(self, name: str, offset: jax.Array) -> jax.Array:
+    def load_half(self, name: str, offset: np.ndarray) -> np.ndarray:
+        assert not (offset[self._active] % 2).any()
         return self._at(name, offset // 4) >> offset % 4 * 8 & 0xFFFF
 
-    def store(self, name: str, offset: jax.Array, words: Words) -> None:
-        size = self.memory[name].size
+    def store(self, name: str, offset: np.ndarray, words: Words) -> None:
+        own = offset[self._active]
+        assert not (own % (4 * len(words))).any()
         for i, word in enumerate(words):
-            place = jnp.where(self._active, offset // 4 + i, size)
-            self.memory[name] = self.memory[name].at[place].set(word, mode="drop")
+            self._memory[name][own // 4 + i] = word[self._active]
 
-    def where(self, flag: jax.Array, yes: jax.Array, no: jax.Array) -> jax.Array:
-        return jnp.where(flag, yes, no)
+    def where(self, flag: np.ndarray, yes: np.ndarray, no: np.ndarray) -> np.ndarray:
+        return np.where(flag, yes, no)
 
-    def permute(self, low: jax.Array, high: jax.Array, selectors: Any) -> jax.Array:
-        chosen = jnp.zeros_like(low)
-        for i in range(4):
-            selector = (jnp.uint32(selectors) >> 4 * i) & 15
-            source = jnp.where(selector < 4, low, high) >> selector % 4 * 8
-            chosen |= (source & 0xFF) << 8 * i
-        return chosen
+    def minimum(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
+        return np.minimum(one, other)
 
-    def funnel(self, low: jax.Array, high: jax.Array, shift: jax.Array) -> jax.Array:
+    def permute(self, low: np.ndarray, high: np.ndarray, selectors: Any) -> np.ndarray:
+        place = np.arange(4, dtype=np.uint32)[:, None]
+        selector = np.broadcast_to(np.uint32(selectors), low.shape)[None] >> 4 * place & 15
+        source = np.where(selector < 4, low[None], high[None]) >> selector % 4 * 8
+        return np.bitwise_or.reduce((source & 0xFF) << 8 * place, axis=0)
+
+    def funnel(self, low: np.ndarray, high: np.ndarray, shift: np.ndarray) -> np.ndarray:
         by = shift % 32
-        return jnp.where(by == 0, low, low >> by | high << (32 - by) % 32)
+        # A shift by 32 bits is none.
+        return low >> by | high << 1 << 31 - by
 
-    def popcount(self, word: jax.Array) -> jax.Array:
-        return jax.lax.population_count(word)
+    def popcount(self, word: np.ndarray) -> np.ndarray:
+        return np.bitwise_count(word).astype(np.uint32)
 
-    def lowest_bit(self, word: jax.Array) -> jax.Array:
-        return jax.lax.population_count((word & (~word + 1)) - 1)
+    def lowest_bit(self, word: np.ndarray) -> np.ndarray:
+        return self.popcount((word & ~word + 1) - 1)
 
-    def shuffle_up(self, word: jax.Array, distance: int, width: int) -> jax.Array:
-        return jnp.where(self.thread % width >= distance, jnp.roll(word, distance), word)
+    def shuffle_up(self, word: np.ndarray, distance: int, width: int) -> np.ndarray:
+        return np.where(self.thread % width >= distance, np.roll(word, distance), word)
 
     def barrier(self) -> None:
         """All threads are at the same place anyway."""
 
     def loop(self, bound: Any, carry: Words, body: Callable[[Any, Words], Words]) -> Words:
-        def step(i: jax.Array, state: tuple[Any, Words]) -> tuple[Any, Words]:
-            self.memory, inner = dict(state[0]), state[1]
-            after = body(jnp.broadcast_to(i.astype(jnp.uint32), (THREADS,)), inner)
-            return self.memory, after
-
-        bound = bound if isinstance(bound, int) else bound[0].astype(jnp.int32)
-        self.memory, carry = jax.lax.fori_loop(0, bound, step, (self.memory, carry))
+        for i in range(bound if isinstance(bound, int) else int(bound[0])):
+            carry = body(self.word(i), carry)
         return carry
 
     def repeat(
         self, carry: Words, test: Callable[[Words], Any], body: Callable[[Words], Words]
     ) -> Words:
-        def step(state: Words) -> Words:
-            flag = test(state)
-            return [jnp.where(flag, x, y) for x, y in zip(body(state), state, strict=True)]
+        while (flag := test(carry)).any():
+            carry = [np.where(flag, x, y) for x, y in zip(body(carry), carry, strict=True)]
+        return carry
 
-        return jax.lax.while_loop(lambda state: test(state).any(), step, carry)
-
-    def when(self, flag: jax.Array, then: Callable[[], Words], otherwise: Words) -> Words:
+    def when(self, flag: np.ndarray, then: Callable[[], Words], otherwise: Words) -> Words:
         outer = self._active
         self._active = outer & flag
-        values = then()
+        values = then() if self._active.any() else otherwise
         self._active = outer
-        return [jnp.where(flag, x, y) for x, y in zip(values, otherwise, strict=True)]
+        return [np.where(flag, x, y) for x, y in zip(values, otherwise, strict=True)]
 
 
 def launch(
@@ -359,27 +366,21 @@ def _interpret(
     blocks: int,
     shared_words: int,
 ) -> jax.Array:
-    constant = {name: _to_words(x) for name, x in inputs.items()}
-    size = pl.cdiv(math.prod(output.shape) * np.dtype(output.dtype).itemsize, 4)
+    size = math.prod(output.shape) * np.dtype(output.dtype).itemsize
     untouched = 0xAAAAAAAA
 
-    def step(block: jax.Array, out: jax.Array) -> jax.Array:
-        memory = {**constant, "out": out}
-        if shared_words:
-            memory["shared"] = jnp.full(shared_words, untouched, jnp.uint32)
-        threads = JaxThreads(memory, block)
-        program(threads)
-        return threads.memory["out"]
+    def run(inputs: Mapping[str, Any]) -> np.ndarray:
+        memory = {name: _to_words(np.asarray(x)) for name, x in inputs.items()}
+        memory["out"] = np.full(-(-size // 4), untouched, np.uint32)
+        for block in range(blocks):
+            memory["shared"] = np.full(shared_words, untouched, np.uint32)
+            program(NumpyThreads(memory, block))
+        return memory["out"].view(np.uint8)[:size].view(output.dtype).reshape(output.shape)
 
-    words = jax.lax.fori_loop(0, blocks, step, jnp.full(size, untouched, jnp.uint32))
-    narrow = jnp.dtype(f"uint{8 * np.dtype(output.dtype).itemsize}")
-    flat = jax.lax.bitcast_convert_type(words, narrow).reshape(-1)[: math.prod(output.shape)]
-    return jax.lax.bitcast_convert_type(flat, output.dtype).reshape(output.shape)
+    return jax.pure_callback(run, output, dict(inputs))
 
 
-def _to_words(x: jax.Array) -> jax.Array:
+def _to_words(x: np.ndarray) -> np.ndarray:
     """The bytes of an array as words, the last filled with zeros."""
-    narrow = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}")).reshape(-1)
-    each = 4 // x.dtype.itemsize
-    padded = jnp.pad(narrow, (0, -narrow.size % each)).reshape(-1, each)
-    return jax.lax.bitcast_convert_type(padded if each > 1 else narrow, jnp.uint32).reshape(-1)
+    data = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+    return np.pad(data, (0, -len(data) % 4)).view(np.uint32)

@@ -6,9 +6,9 @@ and writes is consecutive. A row is 8 segments, a tile 512, of which each of 128
 has all its loads on the way before it uses one). Nothing is kept in shared memory, and 10 or more
 blocks on an SM hide what a load takes.
 
-Instructions for a weight, counted in the PTX of the kernels: exponents 3, palette 5, 3-bit codes
-12. At the copy bandwidth of an H200 (4.2 of 4.8 TB/s, 132 SMs at 1.7 GHz, 3.5 bytes in and out) a
-weight has time for 24, so memory is the bound.
+Instructions for a weight, counted as the PTX of the kernels is executed: exponents 5, palette 8,
+3-bit codes 13. At the copy bandwidth of an H200 (4.2 of 4.8 TB/s, 132 SMs at 1.7 GHz, 3.5 bytes in
+and out) a weight has time for 24, so memory is the bound.
 """
 
 import math
@@ -35,14 +35,14 @@ MAX_WEIGHTS = 1 << 31  # offsets of bytes are 32 bits
 def rebuild(t: Any, exponents: Words, sign_mantissa: Words) -> Words:
     """Four words, pairs of weights, from eight exponents and eight bytes of sign and mantissa."""
     words = []
-    zero = t.word(0)
+    zero, others = t.word(0), t.word(0x807F807F)
     for exponent, other in zip(exponents, sign_mantissa, strict=True):
         for pair in range(2):
             first, second = 2 * pair, 2 * pair + 1
             # Exponents in the low bytes of two halves; the other byte in both bytes of its half.
             spread = t.permute(exponent, zero, 0x4040 | second << 8 | first)
             twice = t.permute(other, zero, second * 0x1100 | first * 0x11)
-            words.append(spread << 7 | twice & 0x807F807F)
+            words.append(spread << 7 | twice & others)
     return words
 
 

@@ -40,7 +40,9 @@ def decode_table(lengths: jax.Array) -> jax.Array:
     before_SS = jnp.swapaxes(key_S, -1, -2) > key_S
     start_S = jnp.where(before_SS, share_S, 0).sum(axis=-1, dtype=jnp.uint32)[..., None, :]
     index_I = jnp.arange(TABLE, dtype=jnp.uint32)[:, None]
-    turned_I = sum((index_I >> i & 1) << (MAX_BITS - 1 - i) for i in range(MAX_BITS))
+    turned_I = jnp.zeros_like(index_I)
+    for i in range(MAX_BITS):
+        turned_I |= (index_I >> i & 1) << (MAX_BITS - 1 - i)
     turned_I = _like(turned_I, start_S)
     own_IS = (turned_I >= start_S) & (turned_I < start_S + share_S)
     symbol_I = jnp.where(own_IS, _like(symbols_S, start_S), 0).sum(axis=-1, dtype=jnp.uint32)
@@ -74,14 +76,6 @@ def palette_exponents(codes: jax.Array, palette: jax.Array) -> jax.Array:
     high = jnp.repeat(palette, PALETTE).astype(jnp.uint16)
     pairs = (low | high << 8)[codes.astype(jnp.int32)]
     return jax.lax.bitcast_convert_type(pairs, jnp.uint8).reshape(*codes.shape[:-1], ROW)
-
-
-def compact_bits(codes: jax.Array) -> jax.Array:
-    """3-bit codes [..., 64] of rows [..., 6]."""
-    places = jnp.arange(32, dtype=jnp.uint32)
-    bits = codes[..., None] >> _like(places, codes[..., None]) & 1
-    planes = bits.reshape(*codes.shape[:-1], 3, ROW)
-    return planes[..., 0, :] | planes[..., 1, :] << 1 | planes[..., 2, :] << 2
 
 
 def decode_chunks(
@@ -209,38 +203,47 @@ def unweight_compact_xla(
     """Matrix of the form `compact`."""
     tiling = MatrixTiling(*shape)
 
-    def one(sign_mantissa: jax.Array, *arrays: jax.Array) -> jax.Array:
+    def one(sign_mantissa: jax.Array, codes: jax.Array, *index: jax.Array) -> jax.Array:
         rows = jnp.arange(tiling.rows, dtype=jnp.int32)
-        exponents = compact_exponents(tiling, rows, *arrays)
+        above = jnp.concatenate([codes[:1], codes[:-1]])
+        exponents = _compact_exponents(tiling, rows, codes, above, *index)
         return _matrix(words_of(exponents, sign_mantissa), shape)
 
     run = _each(one, sign_mantissa, 2)
     return run(sign_mantissa, codes, palette, tile_first, pair_first, escapes)
 
 
-def compact_exponents(
+def _compact_exponents(
     tiling: MatrixTiling,
     rows: jax.Array,
     codes: jax.Array,
+    above: jax.Array,
     palette: jax.Array,
     tile_first: jax.Array,
     pair_first: jax.Array,
     escapes: jax.Array,
 ) -> jax.Array:
-    """Exponents [n, 64] of flat rows [n]. Both rows of a pair share an entry of the index."""
-    own = compact_bits(codes[rows])
-    first = tile_first[tiling.tile_ids(rows)] + pair_first[tiling.parts(rows, 2)].astype(jnp.uint32)
-    exponents = palette[own.astype(jnp.int32)]
+    """Exponents [n, 64] of flat rows [n], of their codes and those of the rows above them."""
+    planes, above = (x.reshape(-1, 3, ROW // 32) for x in (codes, above))
+    places = jnp.arange(32, dtype=jnp.uint32)
+    bits = planes[..., None] >> _like(places, planes[..., None]) & 1
+    index = bits[:, 0] | bits[:, 1] << 1 | bits[:, 2] << 2
+    exponents = palette[index.astype(jnp.int32)]
     if not escapes.shape[0]:
-        return exponents
-    # The row above, where it is of the same pair.
-    above = compact_bits(codes[jnp.maximum(rows - 1, 0)]) == COMPACT
+        return exponents.reshape(-1, ROW)
+    own_N2, above_N2 = (x[:, 0] & x[:, 1] & x[:, 2] for x in (planes, above))
+    counts_N2 = jax.lax.population_count(own_N2)
+    # Both rows of a pair share an entry of the index: the second has those of the first before it.
     odd = tiling.tile_rows(rows) % 2 == 1
-    first += jnp.where(odd, above.sum(axis=-1, dtype=jnp.uint32), 0)
-    escaped = own == COMPACT
-    place = first[:, None] + jnp.cumsum(escaped, axis=-1, dtype=jnp.uint32) - 1
-    found = escapes[jnp.minimum(place, escapes.shape[0] - 1).astype(jnp.int32)]
-    return jnp.where(escaped, found, exponents)
+    before = jax.lax.population_count(above_N2).sum(axis=1, dtype=jnp.uint32)
+    first = tile_first[tiling.tile_ids(rows)] + pair_first[tiling.parts(rows, 2)].astype(jnp.uint32)
+    first += jnp.where(odd, before, 0)
+    halves = jnp.stack([first, first + counts_N2[:, 0]], axis=1)
+    below = (jnp.uint32(1) << places) - 1
+    ranks = jax.lax.population_count(own_N2[..., None] & _like(below, bits[:, 0]))
+    place = jnp.minimum(halves[..., None] + ranks, escapes.shape[0] - 1)
+    exponents = jnp.where(index == COMPACT, escapes[place.astype(jnp.int32)], exponents)
+    return exponents.reshape(-1, ROW)
 
 
 def unweight_huffman_xla(
@@ -310,7 +313,8 @@ def unweight_rows(matrix: UnweightMatrix, matrix_rows: jax.Array) -> jax.Array:
         exponents = matrix.exponents[rows]
     elif matrix.form == "compact":
         index = (matrix.palette, matrix.tile_first, matrix.pair_first, matrix.escapes)
-        exponents = compact_exponents(tiling, rows, matrix.codes, *index)
+        above = matrix.codes[jnp.maximum(rows - 1, 0)]
+        exponents = _compact_exponents(tiling, rows, matrix.codes[rows], above, *index)
     else:
         codes = matrix.codes[rows] if matrix.form == "palette" else _codes_of_rows(matrix, rows)
         exponents = palette_exponents(codes, matrix.palette)

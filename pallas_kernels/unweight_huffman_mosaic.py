@@ -5,7 +5,12 @@ each row of its chunk a thread leaves 64 palette codes in shared memory, and the
 rows of codes into the result as the other forms do. A lookup of 12 bits gives two symbols where
 both fit, which is nearly always.
 
-COUNTS
+Bounds, by count, at the copy bandwidth of an H200 (4.2 of 4.8 TB/s, 132 SMs at 1.7 GHz): with 3.3
+bytes in and out a weight has time for 23 instructions. The PTX has 27 for a pair of symbols, where
+one of 32 threads takes the rare paths, and 7 a weight for the rest: 20 a weight, so that memory and
+instructions are bounds alike. A pair waits some 85 cycles for its lookup and two branches, so an SM
+needs 240 threads with a chunk: a matrix of 2^25 weights has them, and a smaller one takes as long
+as that, however small it is. Eight blocks fit on an SM.
 """
 
 import math
@@ -43,28 +48,32 @@ CODES = SEGMENTS * COLUMN
 def _decode_pair(t: Any, state: Words, last: Any) -> tuple[Words, Any]:
     """The next two symbols in byte 3 of a word, and the state behind them.
 
-    The state is two words of the stream that hold the next 32 bits, the bit in the first at which
-    they begin, the word behind both, which is on its way, and the place of the next.
+    The state is two words of the stream, the bit in the first, modulo 32, which is two before the
+    next code (so that 12 bits are an offset into the table), the word behind both, which is on its
+    way, and the place of the next.
     """
     low, high, bit, coming, place = state
     window = t.funnel(low, high, bit)
-    (entry,) = t.load("shared", (window & 0xFFF) * 4)
+    (entry,) = t.load("shared", window & 4 * (TABLE - 1))
 
     def second() -> Words:
         """Both symbols have more than 12 bits: another lookup for the second."""
         length = entry >> 8 & 0xF
-        (other,) = t.load("shared", (window >> length & 0xFFF) * 4)
+        (other,) = t.load("shared", window >> length & 4 * (TABLE - 1))
         both = entry & 0x0F000000 | (other & 0x0F000000) << 4
         return [both | length + (other >> 8 & 0xF)]
 
     (entry,) = t.when((entry & 0x00FF0000) != 0, second, [entry])
-    bit = bit + (entry & 0xFF)
+    # What the entry has above its lowest byte stays above the six bits that count.
+    behind = bit + entry
 
     def advance() -> Words:
-        (word,) = t.load("stream", place * 4)
-        return [high, coming, bit - 32, word, t.where(place < last, place + 1, place)]
+        (word,) = t.load("stream", t.minimum(place, last) * 4)
+        return [high, coming, word, place + 1]
 
-    return t.when(bit >= 32, advance, [low, high, bit, coming, place]), entry
+    crosses = ((behind ^ bit) & 32) != 0
+    low, high, coming, place = t.when(crosses, advance, [low, high, coming, place])
+    return [low, high, behind, coming, place], entry
 
 
 def _decode_row(t: Any, state: Words, last: Any, column: Any) -> Words:
@@ -103,47 +112,51 @@ def _huffman_program(
     (start,) = t.load("chunk_first", own * 4)
     base = matrix * stream_length
     last = base + (stream_length - 1)
-    # A stream that ends sooner is not read: what stands there instead belongs to no code.
-    places = [base + start // 4 + i for i in range(4)]
-    places = [t.where(place < last, place, last) for place in places]
-    low, high, coming = (t.load("stream", place * 4)[0] for place in places[:3])
+    # Two bits before the first code are at most in the word before. Outside of the stream the last
+    # word is read: it belongs to no code of this thread.
+    places = [base + (start + 3) // 4 - 1 + i for i in range(4)]
+    low, high, coming = (t.load("stream", t.minimum(place, last) * 4)[0] for place in places[:3])
     t.barrier()
 
     def step(row: Any, state: Words) -> Words:
         # Two halves of shared memory take turns, so that one wait for all threads is enough.
         column = row % 2 * CODES + TABLE
-        sweeps = [t.thread // SEGMENTS + i * SWEEP_ROWS for i in range(SEGMENTS)]
         segment = t.thread % SEGMENTS
-        rows = [
-            (first_chunk + t.where(lane < chunks, lane, chunks - 1)) * CHUNK_ROWS + row
-            for lane in sweeps
-        ]
+
+        def chunk_of(i: Any) -> Any:
+            """Threads beyond the last chunk write its rows once more."""
+            chunk = t.thread // SEGMENTS + i * SWEEP_ROWS
+            return t.where(chunk < chunks, chunk, chunks - 1)
+
+        def flat_row(i: Any) -> Any:
+            return (first_chunk + chunk_of(i)) * CHUNK_ROWS + row
+
         others = []
         if result == "words":
             # On their way while the row is decoded.
-            others = [t.load("sign_mantissa", r * ROW + segment * SEGMENT, 2) for r in rows]
+            places = [flat_row(i) * ROW + segment * SEGMENT for i in range(SEGMENTS)]
+            others = [t.load("sign_mantissa", place, 2) for place in places]
         here = coded >> row & 1
         state = t.when(here != 0, lambda: _decode_row(t, state, last, column), state)
         if result == "codes":
             t.when(here == 0, lambda: _clear_row(t, column), [])
         t.barrier()
-        for i, lane in enumerate(sweeps):
-            # Threads beyond the last chunk write its words once more.
-            source = t.where(lane < chunks, lane, chunks - 1)
-            (codes,) = t.load("shared", (column + segment * COLUMN + source) * 4)
+
+        for i in range(SEGMENTS):
+            (codes,) = t.load("shared", (column + segment * COLUMN + chunk_of(i)) * 4)
             if result == "codes":
-                t.store("out", rows[i] * (ROW // 2) + segment * 4, [codes])
+                t.store("out", flat_row(i) * (ROW // 2) + segment * 4, [codes])
                 continue
             exponents = exponents_of_codes(t, codes, palette)
             if result == "exponents":
-                t.store("out", rows[i] * ROW + segment * SEGMENT, exponents)
+                t.store("out", flat_row(i) * ROW + segment * SEGMENT, exponents)
                 continue
             words = rebuild(t, exponents, others[i])
-            tile, inside = rows[i] // TILE_ROWS, rows[i] % TILE_ROWS
+            tile, inside = flat_row(i) // TILE_ROWS, flat_row(i) % TILE_ROWS
             store_words(t, tiling, tile, inside, segment, words)
         return state
 
-    t.loop(CHUNK_ROWS, [low, high, start % 4 * 8, coming, places[3]], step)
+    t.loop(CHUNK_ROWS, [low, high, start % 4 * 8 + 30, coming, places[3]], step)
     if result != "codes":
         write_verbatim(
             t,

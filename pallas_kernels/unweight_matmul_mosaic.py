@@ -31,20 +31,20 @@ from pallas_kernels.grouped_matmul_xla import (
 from pallas_kernels.unweight_matrix import PLANES, ROW, TILE_ROWS, UnweightMatrix
 from pallas_kernels.unweight_operand import (
     AHEAD,
+    WINDOW,
     compact_program,
     exponent_program,
-    load_palette,
-    operand,
     operand_order,
     palette_program,
 )
+from pallas_kernels.warpgroup import load_words, operand
 
 PAIRS = TILE_ROWS // 2  # pairs of rows of a tile
 # A row of 3-bit codes has 24 bytes, and TMA wants multiples of 16: the same bytes in lines of 128.
 LINE_WORDS = 32
 LINES = TILE_ROWS * PLANES // LINE_WORDS  # of a tile
 
-# Ids of verbatim rows that are copied ahead: a copy has at least 128 bytes.
+# Ids of verbatim rows that are copied, since a copy has at least 128 bytes; `AHEAD` are used.
 IDS_AHEAD = 32
 
 
@@ -99,7 +99,7 @@ class UnweightBlocks(GroupedBlocks):
 TILE_BYTES = {
     "exponent": 2 * TILE_ROWS * ROW,
     "palette": TILE_ROWS * ROW * 3 // 2 + AHEAD * ROW + 4 * IDS_AHEAD,
-    "compact": TILE_ROWS * (ROW + 4 * PLANES) + 2 * PAIRS,
+    "compact": TILE_ROWS * (ROW + 4 * PLANES) + 2 * PAIRS + WINDOW,
 }
 
 SPACE = {
@@ -205,10 +205,11 @@ def _exponent_tiles(form: _Form, matrix: UnweightMatrix) -> tuple[list[jax.Array
 
     def multiply(acc, refs, buffers, x, step: Step, warpgroup, values) -> None:
         def tile(part: int, rows: pl.Slice) -> jax.Array:
-            names = ("sign_mantissa", "exponents")
-            own = [buffer.at[step.slot, warpgroup, rows] for buffer in buffers[:2]]
-            arrays = dict(zip(names, own, strict=True))
-            return operand(exponent_program, arrays, names, {}, form.interpret)
+            shared = {
+                "sign_mantissa": buffers[0].at[step.slot, warpgroup, rows],
+                "exponents": buffers[1].at[step.slot, warpgroup, rows],
+            }
+            return operand(exponent_program, shared, tuple(shared), {}, form.interpret)
 
         form.multiply(acc, buffers, x, step.slot, warpgroup, tile)
 
@@ -221,11 +222,11 @@ def _palette_tiles(form: _Form, matrix: UnweightMatrix) -> tuple[list[jax.Array]
     """Palette codes, and of every step the first verbatim rows with their ids."""
     V = matrix.verbatim_row.shape[-1]
     row, verbatim = matrix.verbatim_row, matrix.verbatim
-    if 0 < V < IDS_AHEAD:
+    if 0 < V < AHEAD:
         R = form.F * form.columns
-        row = jnp.pad(row, ((0, 0), (0, IDS_AHEAD - V)), constant_values=R)
-        verbatim = jnp.pad(verbatim, ((0, 0), (0, IDS_AHEAD - V), (0, 0)))
-        V = IDS_AHEAD
+        row = jnp.pad(row, ((0, 0), (0, AHEAD - V)), constant_values=R)
+        verbatim = jnp.pad(verbatim, ((0, 0), (0, AHEAD - V), (0, 0)))
+        V = AHEAD
 
     def load(refs, buffers, barrier, step: Step) -> None:
         for ref, buffer in zip(refs[:2], buffers, strict=False):
@@ -233,8 +234,8 @@ def _palette_tiles(form: _Form, matrix: UnweightMatrix) -> tuple[list[jax.Array]
         for own in range(form.own_bands if V else 0):
             row_ref, verbatim_ref, first_ref = refs[3:]
             # Not over the end: in front there are rows of other tiles, behind none or another
-            # matrix.
-            ahead = jnp.minimum(first_ref[form.tile(step, own)], V - IDS_AHEAD)
+            # matrix, of which there may be ids that nobody looks at.
+            ahead = jnp.minimum(first_ref[form.tile(step, own)], V - AHEAD)
             place = step.group * V + ahead
             for ref, buffer, count in (
                 (row_ref, buffers[2], IDS_AHEAD),
@@ -244,7 +245,7 @@ def _palette_tiles(form: _Form, matrix: UnweightMatrix) -> tuple[list[jax.Array]
                 plgpu.copy_gmem_to_smem(source, target, barrier)
 
     def start(refs, matrix):
-        return load_palette(refs[2], jnp.minimum(matrix, form.E - 1), 4, form.interpret)
+        return load_words(refs[2], jnp.minimum(matrix, form.E - 1), 4, form.interpret)
 
     def multiply(acc, refs, buffers, x, step: Step, warpgroup, palette) -> None:
         program = partial(palette_program, has_verbatim=V > 0)
@@ -285,9 +286,8 @@ def _palette_tiles(form: _Form, matrix: UnweightMatrix) -> tuple[list[jax.Array]
 
 def _compact_tiles(form: _Form, matrix: UnweightMatrix) -> tuple[list[jax.Array], WeightTiles]:
     """3-bit codes, and where the escapes of pairs of rows begin."""
-    escapes = matrix.escapes
-    if not escapes.shape[-1]:  # There are no empty buffers on a device; nothing reads this one.
-        escapes = jnp.zeros((form.E, 4), escapes.dtype)
+    spare = max(0, WINDOW - matrix.escapes.shape[-1])
+    escapes = jnp.pad(matrix.escapes, ((0, 0), (0, spare))) if spare else matrix.escapes
     X = escapes.shape[-1]
     depth = form.blocks.depth
 
@@ -297,21 +297,27 @@ def _compact_tiles(form: _Form, matrix: UnweightMatrix) -> tuple[list[jax.Array]
         for ref, buffer, size in ((refs[1], buffers[1], LINES), (refs[4], buffers[2], PAIRS)):
             source = ref.at[step.group, bands, pl.ds(tile * size, depth // ROW * size)]
             plgpu.copy_gmem_to_smem(source, buffer.at[step.slot], barrier)
+        for own in range(form.own_bands):
+            first = jax.lax.bitcast_convert_type(refs[3][form.tile(step, own)], jnp.int32)
+            source = pl.ds(step.group * X + jnp.minimum(first, X - WINDOW), WINDOW)
+            plgpu.copy_gmem_to_smem(refs[5].at[source], buffers[3].at[step.slot, own], barrier)
 
     def start(refs, matrix):
-        return load_palette(refs[2], jnp.minimum(matrix, form.E - 1), 2, form.interpret)
+        return load_words(refs[2], jnp.minimum(matrix, form.E - 1), 2, form.interpret)
 
     def multiply(acc, refs, buffers, x, step: Step, warpgroup, palette) -> None:
-        program = partial(compact_program, end=form.E * X)
+        program = partial(compact_program, count=X, matrices=form.E)
 
         def tile(part: int, rows: pl.Slice) -> jax.Array:
             shared = {
                 "sign_mantissa": buffers[0].at[step.slot, warpgroup, rows],
                 "codes": buffers[1].at[step.slot, warpgroup, pl.ds(part * LINES, LINES)],
                 "pair_first": buffers[2].at[step.slot, warpgroup, pl.ds(part * PAIRS, PAIRS)],
+                "ahead": buffers[3].at[step.slot, warpgroup],
             }
             stored = {"tile_first": refs[3], "escapes": refs[5]}
             scalars = {
+                "step_tile": form.tile(step, warpgroup),
                 "tile": form.tile(step, warpgroup, part),
                 "offset": step.group * X,
                 "palette": palette,
@@ -333,8 +339,11 @@ def _compact_tiles(form: _Form, matrix: UnweightMatrix) -> tuple[list[jax.Array]
         form.buffer(ROW, jnp.uint8),
         plgpu.SMEM((*leading, depth // ROW * LINES, LINE_WORDS), jnp.uint32),
         plgpu.SMEM((*leading, depth // ROW * PAIRS), jnp.uint16),
+        plgpu.SMEM((*leading, WINDOW), jnp.uint8),
     ]
-    return arrays, form.tiles_of(buffers, 3, load=load, start=start, multiply=multiply)
+    return arrays, form.tiles_of(
+        buffers, 3 + form.own_bands, load=load, start=start, multiply=multiply
+    )
 
 
 FORMS = {"exponent": _exponent_tiles, "palette": _palette_tiles, "compact": _compact_tiles}

@@ -6,141 +6,32 @@ if x has the same ones there: here they are 16q + 2i and 16q + 2i + 1, so that a
 row lie together (`operand_order` puts x so). What a warp reads of shared memory is consecutive, and
 no two of its reads meet in a bank.
 
-The programs work on a machine of `pallas_kernels/threads.py`. An exponent *turned* is its byte
+The programs work on a machine of `pallas_kernels/warpgroup.py`. An exponent *turned* is its byte
 rotated right by one bit: then one choice of bits makes each byte of a weight's word.
 
-Instructions for a weight, counted in the PTX: see `docs/unweight.md`.
+Instructions for a weight, counted in the PTX: exponents 4, palette 9, 3-bit codes 16. At the full
+bandwidth of an H200 (4.8 TB/s, 132 SMs at 1.7 GHz) an SM has time for 7 instructions of each of its
+four schedulers for four weights of one byte and a half: the assembler joins logic operations by
+threes, and that is about what is left of the 3-bit codes, and half of it of the palette.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu import utils as mgpu_utils
-from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import vector
 
-from pallas_kernels.threads import (
-    THREADS,
-    WARP,
-    GpuThread,
-    JaxThreads,
-    Word,
-    Words,
-    _to_words,
-    _value,
-)
+from pallas_kernels.threads import WARP, Words
 from pallas_kernels.unweight_matrix import PLANES, ROW, TILE_ROWS
+from pallas_kernels.warpgroup import PAIRS
 
 # Verbatim rows of a step that are copied ahead. One row in a hundred is verbatim: more than four of
 # 64 are rare, and are fetched when they are needed.
 AHEAD = 4
 
-PAIRS = 8  # pairs of columns that a lane has of a row
-
-Program = Callable[..., Words]
-
-
-# -- machines
-
-
-class WarpgroupThread(GpuThread):
-    """A thread of one warpgroup among several."""
-
-    def __init__(self, memory: Mapping[str, ir.Value], written: tuple[str, ...]) -> None:
-        super().__init__(memory, written)
-        self.thread = self.thread % THREADS
-
-    def any(self, flag: Word) -> Word:
-        """Whether the flag of any thread of the warp is set."""
-        return Word(
-            mgpu_utils.inline_ptx(
-                "vote.sync.any.pred $0, $1, 0xffffffff;",
-                flag.value,
-                result_types=ir.IntegerType.get_signless(1),
-                convergent=True,
-            )
-        )
-
-
-class JaxWarpgroup(JaxThreads):
-    """All threads of a warpgroup, in interpret mode."""
-
-    def __init__(self, memory: Mapping[str, jax.Array]) -> None:
-        super().__init__({n: _to_words(x) for n, x in memory.items()}, jnp.uint32(0))
-
-    def any(self, flag: jax.Array) -> jax.Array:
-        return jnp.repeat(flag.reshape(-1, WARP).any(axis=1), WARP)
-
-
-def operand(
-    program: Program,
-    refs: Mapping[str, Any],
-    shared: tuple[str, ...],
-    scalars: Mapping[str, Any],
-    interpret: Any,
-) -> jax.Array:
-    """WGMMA operand [64, 64] whose registers a program gives: pairs of the lane's rows in order.
-
-    The program gets a machine, on which the arrays `refs` have their names, and the scalars (a
-    tuple of them too) as words. What lies in the arrays named in `shared` changes between calls.
-    """
-    if interpret:
-        threads = JaxWarpgroup({name: ref[...] for name, ref in refs.items()})
-        spread = lambda x: jnp.broadcast_to(x.astype(jnp.uint32), (THREADS,))  # noqa: E731
-        return _logical(program(threads, **jax.tree.map(spread, dict(scalars))))
-    values, tree = jax.tree.flatten(dict(scalars))
-    splat = plgpu.Layout.WG_SPLAT(())
-
-    @plgpu.inline_mgpu(
-        arg_types=(*[plgpu.RefType()] * len(refs), *[splat] * len(values)),
-        return_type=plgpu.ShapeDtypeStruct(
-            (TILE_ROWS, ROW), jnp.bfloat16, layout=plgpu.Layout.WGMMA
-        ),
-    )
-    def put_together(_: Any, *arguments: Any) -> Any:
-        memory = dict(zip(refs, arguments, strict=False))
-        own = [Word(x.registers.flat[0]) for x in arguments[len(refs) :]]
-        words = program(WarpgroupThread(memory, shared), **jax.tree.unflatten(tree, own))
-        pair = ir.VectorType.get((2,), ir.BF16Type.get())
-        registers = np.empty((1, PAIRS, 1, 1, 2, 1, 1, 1, 1), dtype=object)
-        for number, word in enumerate(words):
-            half, i = divmod(number, PAIRS)
-            one = vector.broadcast(ir.VectorType.get((1,), _value(0).type), word.value)
-            registers[0, i, 0, 0, half, 0, 0, 0, 0] = vector.bitcast(pair, one)
-        return mgpu.FragmentedArray(
-            _registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None
-        )
-
-    return put_together(*refs.values(), *values)
-
-
-def load_palette(ref: Any, matrix: Any, count: int, interpret: Any) -> Words:
-    """The first words of a matrix's palette uint8 [E, 16], as scalars."""
-    if interpret:
-        return list(_to_words(ref[matrix])[:count])
-    splat = plgpu.Layout.WG_SPLAT(())
-    scalar = plgpu.ShapeDtypeStruct((), jnp.int32, layout=splat)
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), splat), return_type=[scalar] * count)
-    def load(_: Any, palette: ir.Value, matrix: Any) -> list[Any]:
-        thread = WarpgroupThread({"palette": palette}, ())
-        words = thread.load("palette", Word(matrix.registers.flat[0]) * 16, 4)
-        return [mgpu.FragmentedArray.splat(w.value, (), is_signed=True) for w in words[:count]]
-
-    return load(ref, jnp.asarray(matrix, jnp.int32))
-
-
-def _logical(words: Words) -> jax.Array:
-    """The operand [64, 64] whose registers the words of 128 threads are."""
-    pairs = jax.lax.bitcast_convert_type(jnp.stack(words, axis=1), jnp.bfloat16)
-    # Warp, g, q, half, i, e -> row 16w + 8 half + g, column 8i + 2q + e.
-    axes = pairs.reshape(4, 8, 4, 2, PAIRS, 2)
-    return axes.transpose(0, 3, 1, 4, 2, 5).reshape(TILE_ROWS, ROW)
+# Bytes of escapes of a step that are copied ahead, of 64 x 64 weights: one in sixteen. Of trained
+# ones one in 25 to 30 is an escape; the escapes of a tile with more are read where they are stored.
+WINDOW = 256
 
 
 def operand_order(x_MD: jax.Array) -> jax.Array:
@@ -293,62 +184,100 @@ def _replaced(t: Any, flag: Any, name: str, entry: Any, old: Words) -> Words:
 # -- 3-bit codes and escapes
 
 
-def compact_program(t: Any, *, tile: Any, offset: Any, palette: Words, end: int) -> Words:
-    """A tile of 3-bit codes. `tile` is its place in `tile_first`, `offset` that of the matrix's
-    first escape, of `end` in all matrices."""
+def compact_program(
+    t: Any, *, step_tile: Any, tile: Any, offset: Any, palette: Words, count: int, matrices: int
+) -> Words:
+    """A tile of 3-bit codes.
+
+    `step_tile` and `tile` are the places of the step's first tile and of this one in `tile_first`,
+    `offset` that of the matrix's first escape; each of the matrices has room for `count`. Escapes
+    of the step are in `ahead`, from its first on, but not over the end of the matrix.
+    """
     others = _sign_mantissa(t)
     (first,) = t.load("tile_first", tile * 4)
-    quarter = _quarter(t)
-    # The columns of a row before the thread's own, in the two words of a plane.
-    zero, half, whole = t.word(0), t.word(0xFFFF), t.word(0xFFFFFFFF)
-    before = (
+    (end,) = t.load("tile_first", tile * 4 + 4)
+    (start,) = t.load("tile_first", step_tile * 4)
+    start = t.minimum(start, t.word(count - WINDOW))
+    rows = [_planes(t, row) for row in _rows(t)]
+
+    def exponents(place: Any, four_bytes: Callable[..., Any]) -> Words:
+        return [
+            word
+            for planes, before in rows
+            for word in _of_planes(t, planes, place + before, palette, four_bytes)
+        ]
+
+    def ahead(place: Any) -> Any:
+        word = place & 0xFFFC
+        return t.funnel(*t.load("ahead", word), *t.load("ahead", word + 4), place % 4 * 8)
+
+    def stored(place: Any) -> Any:
+        last = t.word((count * matrices - 1) // 4)
+        word = place // 4
+        places = [t.minimum(at, last) for at in (word, word + 1)]
+        return t.funnel(*(t.load("escapes", at * 4)[0] for at in places), place % 4 * 8)
+
+    # The word behind the last escape is read with it.
+    room = t.word(WINDOW - 5)
+    fits, none = room >= end - start, [t.word(0)] * 8
+    found = t.when(fits, lambda: exponents(first - start, ahead), none)
+    found = t.when(room < end - start, lambda: exponents(first + offset, stored), found)
+    halves = zip((found[:4], found[4:]), others, strict=True)
+    return [word for e, s in halves for word in _pairs(t, e, s, is_turned=False)]
+
+
+def _planes(t: Any, row: Any) -> tuple[list[Words], Any]:
+    """The planes of a row, and how many escapes of its tile are before the thread's columns."""
+    quarter, zero = _quarter(t), t.word(0)
+    planes = [t.load("codes", row * (4 * PLANES) + 8 * i, 2) for i in range(3)]
+    low, middle, high = planes
+    escaped = [low[i] & middle[i] & high[i] for i in range(2)]
+    count = t.popcount(escaped[0]) + t.popcount(escaped[1])
+    # Of the row before, where that is the first of the pair.
+    above = t.where(row % 2 == 1, t.shuffle_up(count, 4, 8), zero)
+    before = t.load_half("pair_first", row // 2 * 2) + above
+    # The columns of the row before the thread's own, in both words of a plane.
+    half, whole = t.word(0xFFFF), t.word(0xFFFFFFFF)
+    masks = (
         t.where(quarter == 0, zero, t.where(quarter == 1, half, whole)),
         t.where(quarter == 3, half, zero),
     )
-    words = []
-    for row, other in zip(_rows(t), others, strict=True):
-        planes = [t.load("codes", row * (4 * PLANES) + 8 * i, 2) for i in range(3)]
-        low, middle, high = planes
-        escaped = [low[i] & middle[i] & high[i] for i in range(2)]
-        count = t.popcount(escaped[0]) + t.popcount(escaped[1])
-        # Of the row before, where that is the first of the pair.
-        above = t.where(row % 2 == 1, t.shuffle_up(count, 4, 8), zero)
-        place = offset + first + t.load_half("pair_first", row // 2 * 2) + above
-        for word, mask in zip(escaped, before, strict=True):
-            place = place + t.popcount(word & mask)
-        own = [t.where(quarter < 2, *plane) >> quarter % 2 * 16 for plane in planes]
-        words += _pairs(t, _of_planes(t, own, place, palette, end), other, is_turned=False)
-    return words
+    for word, mask in zip(escaped, masks, strict=True):
+        before = before + t.popcount(word & mask)
+    return planes, before
 
 
-def _of_planes(t: Any, planes: Words, place: Any, palette: Words, end: int) -> Words:
-    """Exponents of 16 codes, whose escapes begin at a place."""
+def _of_planes(
+    t: Any, planes: list[Words], place: Any, palette: Words, four_bytes: Callable[..., Any]
+) -> Words:
+    """Exponents of the thread's 16 codes of a row, whose escapes begin at a place."""
+    # The thread's two bytes of each plane, in bytes 0 and 2; what is in the others is masked away.
+    selectors = _quarter(t) * 0x202 + 0x100
+    low, middle, high = (t.permute(*plane, selectors) for plane in planes)
+    # Codes of eight weights as two squares of four bits by three planes: those of the low and of
+    # the high halves of both bytes.
+    codes = [
+        _transposed(low & 0x000F000F | middle << 4 & 0x00F000F0 | high << 8 & 0x0F000F00),
+        _transposed(low >> 4 & 0x000F000F | middle & 0x00F000F0 | high << 4 & 0x0F000F00),
+    ]
+    # One more than 7 sets the fourth bit.
+    escaped = [code + 0x11111111 >> 3 & 0x11111111 for code in codes]
     exponents = []
-    for byte in range(2):
-        low, middle, high = (_spread(plane >> 8 * byte & 0xFF) for plane in planes)
-        index = low | middle << 1 | high << 2
-        escaped = low & middle & high
-        for shift in (0, 16):
-            own = escaped >> shift & 0xFFFF
+    for shift in (0, 16):
+        for code, escape in zip(codes, escaped, strict=True):
+            # Four weights; what is above their nibbles does not matter.
+            code, own = code >> shift, escape >> shift
             # A nibble counts the escapes before it in its four, or names the byte of its place.
-            all_ones = own * 15
-            selectors = own * 0x1110 & all_ones | (t.word(0xFFFF) - all_ones) & 0x7654
-            known = t.permute(*palette, index >> shift & 0xFFFF)
-            exponents.append(t.permute(_four_bytes(t, place, end), known, selectors))
-            place = place + t.popcount(own)
+            chosen = (own * 0x1110 ^ 0x7654) & own * 15 ^ 0x7654
+            known = t.permute(*palette, code)
+            exponents.append(t.permute(four_bytes(place), known, chosen))
+            place = place + t.popcount(own << 16)
     return exponents
 
 
-def _four_bytes(t: Any, place: Any, end: int) -> Any:
-    """Four escapes from a place on; behind the last word anything."""
-    word, last = place // 4, (end - 1) // 4
-    places = [t.where(at < last, at, t.word(last)) for at in (word, word + 1)]
-    low, high = (t.load("escapes", at * 4)[0] for at in places)
-    return t.funnel(low, high, place % 4 * 8)
-
-
-def _spread(byte: Any) -> Any:
-    """Bit j of a byte as bit 4j of a word."""
-    word = (byte | byte << 12) & 0x000F000F
-    word = (word | word << 6) & 0x03030303
-    return (word | word << 3) & 0x11111111
+def _transposed(word: Any) -> Any:
+    """Bit 4i + j of each half of a word as bit 4j + i."""
+    swapped = (word ^ word >> 3) & 0x0A0A0A0A
+    word = word ^ swapped ^ swapped << 3
+    swapped = (word ^ word >> 6) & 0x00CC00CC
+    return word ^ swapped ^ swapped << 6

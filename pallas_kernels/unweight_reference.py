@@ -1,16 +1,16 @@
 """Coded matrices in plain NumPy: coding for argument sets, and decompression to compare with.
 
-Slow and short on purpose. `pack` makes codes of at most 12 bits that are good and not always best.
+Slow and short on purpose. Codes and streams are those of `pallas_kernels/unweight_huffman.py`.
 """
 
-import heapq
-import itertools
 from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from pallas_kernels.unweight_format import join_exponents, split_exponents
+from pallas_kernels.unweight_huffman import code_lengths, decode_chunks, encode_chunks
 from pallas_kernels.unweight_matrix import (
     CHUNK_ROWS,
     COMPACT,
@@ -29,8 +29,7 @@ def pack(words_FD: np.ndarray, form: str) -> UnweightMatrix:
     F, D = words_FD.shape
     tiling = MatrixTiling(F, D)
     words = tiling.to_rows(words_FD)
-    exponents = (words >> 7 & 0xFF).astype(np.uint8)
-    sign_mantissa = (words >> 8 & 0x80 | words & 0x7F).astype(np.uint8)
+    exponents, sign_mantissa = split_exponents(words)
     if form == "exponent":
         arrays = {"exponents": exponents}
     elif form == "compact":
@@ -72,58 +71,20 @@ def _pack_palette(tiling: MatrixTiling, exponents: np.ndarray, form: str) -> dic
     if form == "palette":
         arrays["codes"] = (index[:, 0::2] | index[:, 1::2] << 4).astype(np.uint8)
         return arrays
-    symbols = index[~verbatim]
-    lengths = code_lengths(np.bincount(symbols.reshape(-1), minlength=PALETTE))
-    codes = canonical_codes(lengths)
-    table = ["" if code is None else code for code in codes]
+    symbols = index[~verbatim].reshape(-1)
+    lengths = code_lengths(np.bincount(symbols, minlength=PALETTE).tolist(), MAX_BITS)
     borders = tiling.chunk_rows()
-    stream, first, coded = b"", [], []
-    for start, end in itertools.pairwise(borders):
-        own = [r for r in range(start, end) if not verbatim[r]]
-        first.append(len(stream))
-        coded.append(sum(1 << r - start for r in own))
-        bits = "".join(table[s] for r in own for s in index[r])
-        # The first bit of the stream is the lowest of its first byte.
-        bits += "0" * (-len(bits) % 8)
-        stream += bytes(int(bits[i : i + 8][::-1], 2) for i in range(0, len(bits), 8))
-    stream += b"\0" * (-len(stream) % 4)
+    chunks = np.repeat(np.arange(tiling.chunks), np.diff(borders))
+    stream, sizes = encode_chunks(
+        symbols, np.repeat(chunks[~verbatim], ROW), tiling.chunks, lengths
+    )
+    here = ~verbatim << np.arange(tiling.rows) - borders[chunks]
     return arrays | {
-        "stream": np.frombuffer(stream, "<u4").astype(np.uint32),
-        "chunk_first": np.asarray(first, np.uint32),
-        "coded": np.asarray(coded, np.uint16),
-        "lengths": lengths.astype(np.uint8),
+        "stream": np.pad(stream, (0, -len(stream) % 4)).view("<u4").astype(np.uint32),
+        "chunk_first": (np.cumsum(sizes) - sizes).astype(np.uint32),
+        "coded": np.bincount(chunks, here, tiling.chunks).astype(np.uint16),
+        "lengths": np.asarray(lengths, np.uint8),
     }
-
-
-def code_lengths(counts: np.ndarray) -> np.ndarray:
-    """Lengths of Huffman codes; rare symbols are counted as less rare until none is too long."""
-    while True:
-        heap = [(int(n), s, (s,)) for s, n in enumerate(counts) if n]
-        lengths = np.zeros(len(counts), np.int64)
-        if len(heap) == 1:
-            lengths[heap[0][2][0]] = 1
-        heapq.heapify(heap)
-        while len(heap) > 1:
-            (n, s, own), (m, _, other) = heapq.heappop(heap), heapq.heappop(heap)
-            for symbol in own + other:
-                lengths[symbol] += 1
-            heapq.heappush(heap, (n + m, s, own + other))
-        if lengths.max(initial=0) <= MAX_BITS:
-            return lengths
-        counts = (counts + 1) // 2
-
-
-def canonical_codes(lengths: np.ndarray) -> list[str | None]:
-    """Codes as texts of bits, the first first: shorter ones are lower, then lower symbols."""
-    codes: list[str | None] = [None] * len(lengths)
-    code, previous = 0, 0
-    for symbol in sorted(range(len(lengths)), key=lambda s: (lengths[s], s)):
-        length = int(lengths[symbol])
-        if length:
-            code <<= length - previous
-            codes[symbol] = f"{code:0{length}b}"
-            code, previous = code + 1, length
-    return codes
 
 
 def _pack_compact(tiling: MatrixTiling, exponents: np.ndarray) -> dict[str, np.ndarray]:
@@ -161,8 +122,7 @@ def _matrices(function: Callable[..., np.ndarray], axes: int, arrays: tuple, **o
 
 
 def _matrix(sign_mantissa: np.ndarray, exponents: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
-    other = sign_mantissa.astype(np.uint16)
-    words = (other & 0x80) << 8 | exponents.astype(np.uint16) << 7 | other & 0x7F
+    words = join_exponents(exponents, sign_mantissa)
     return MatrixTiling(*shape).to_matrix(words).view(ml_dtypes.bfloat16)
 
 
@@ -240,19 +200,14 @@ def _transcode_one(
     shape: tuple[int, int],
 ) -> np.ndarray:
     tiling = MatrixTiling(*shape)
-    symbols = {code: s for s, code in enumerate(canonical_codes(lengths)) if code}
-    bits = np.unpackbits(stream.astype("<u4").view(np.uint8), bitorder="little")
-    text = "".join("01"[bit] for bit in bits)
+    data = stream.astype("<u4").view(np.uint8)
+    sizes = np.diff(np.append(chunk_first, len(data)).astype(np.int64))
+    counts = ROW * np.bitwise_count(coded).astype(np.int64)
+    symbols, _ = decode_chunks(data, sizes, counts, lengths.tolist())
+    rows = np.arange(tiling.rows)
+    here = coded[tiling.parts(rows, CHUNK_ROWS)] >> tiling.tile_rows(rows) % CHUNK_ROWS & 1
     index = np.zeros((tiling.rows, ROW), np.uint8)
-    for chunk, row in enumerate(tiling.chunk_rows()[:-1]):
-        place = 8 * int(chunk_first[chunk])
-        for i in range(CHUNK_ROWS):
-            for j in range(ROW if coded[chunk] >> i & 1 else 0):
-                end = place + 1
-                while text[place:end] not in symbols:
-                    end += 1
-                index[row + i, j] = symbols[text[place:end]]
-                place = end
+    index[here != 0] = symbols.reshape(-1, ROW)
     return index[:, 0::2] | index[:, 1::2] << 4
 
 
@@ -263,7 +218,7 @@ def transcode_reference(
     lengths: np.ndarray,
     shape: tuple[int, int],
 ) -> np.ndarray:
-    """Codes of the form `palette`, of the form `huffman`, bit by bit."""
+    """Codes of the form `palette`, of the form `huffman`."""
     return _matrices(_transcode_one, 1, (coded, stream, chunk_first, lengths), shape=shape)
 
 

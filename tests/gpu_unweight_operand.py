@@ -8,6 +8,7 @@ All arrays are in global memory, the copies of a step too, a block of threads fo
 import os
 import sys
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,30 +18,30 @@ from pallas_kernels.compiler import Target, lower_for
 from pallas_kernels.unweight_matmul_mosaic import LINES, PAIRS
 from pallas_kernels.unweight_operand import (
     AHEAD,
+    WINDOW,
     compact_program,
     exponent_program,
-    load_palette,
-    operand,
     palette_program,
 )
+from pallas_kernels.warpgroup import load_words, operand
 
 # Of the test's matrix.
 TILES = 6
 VERBATIM = 96
-ESCAPES = 15000
+ESCAPES = 3000
 
 PROGRAMS = {
     "exponent": exponent_program,
     "palette": partial(palette_program, has_verbatim=True),
-    "compact": partial(compact_program, end=ESCAPES),
+    "compact": partial(compact_program, count=ESCAPES, matrices=1),
 }
 
 
 def shapes(form: str) -> dict[str, jax.ShapeDtypeStruct]:
     """Arrays by name, in order: what a step copies has an axis of tiles and comes first, then the
     result, then what is read where it is stored. The compiler has parameters in this order."""
-    tile = {"sign_mantissa": ((64, 64), jnp.uint8)}
-    whole = {"palette": ((1, 16), jnp.uint8)}
+    tile: dict[str, tuple[tuple[int, ...], Any]] = {"sign_mantissa": ((64, 64), jnp.uint8)}
+    whole: dict[str, tuple[tuple[int, ...], Any]] = {"palette": ((1, 16), jnp.uint8)}
     if form == "exponent":
         tile["exponents"] = ((64, 64), jnp.uint8)
         whole = {}
@@ -54,6 +55,7 @@ def shapes(form: str) -> dict[str, jax.ShapeDtypeStruct]:
     else:
         tile["codes"] = ((LINES, 32), jnp.uint32)
         tile["pair_first"] = ((PAIRS,), jnp.uint16)
+        tile["ahead"] = ((WINDOW,), jnp.uint8)
         whole["tile_first"] = ((TILES + 1,), jnp.uint32)
         whole["escapes"] = ((ESCAPES,), jnp.uint8)
     tile["out"] = ((64, 64), jnp.bfloat16)
@@ -74,10 +76,12 @@ def body(form: str, *refs) -> None:
     }
     scalars = {}
     if form != "exponent":
-        palette = load_palette(own.pop("palette"), 0, 4 if form == "palette" else 2, False)
+        palette = load_words(own.pop("palette"), 0, 4 if form == "palette" else 2, False)
         scalars = {"tile": tile, "offset": tile * 0, "palette": palette}
     if form == "palette":
         scalars["first_row"] = tile * 64
+    if form == "compact":
+        scalars["step_tile"] = tile
     out_ref[tile] = operand(PROGRAMS[form], own, (), scalars, False)
 
 

@@ -130,7 +130,7 @@ class Machine:
         }
         self.place = np.zeros(self.count, np.int64)
         self.waiting = np.zeros(self.count, bool)
-        self.issued = np.zeros(self.count, np.int64)
+        self.issued = 0  # instructions, those of a warp once for all its lanes
 
     def _read(self, code: str) -> None:
         """Instructions in order, and where labels point."""
@@ -162,7 +162,7 @@ class Machine:
 
     def _step(self, at: int, active: np.ndarray) -> None:
         flag, name, text, operands = self.code[at]
-        self.issued[active] += 1
+        self.issued += LANES * int(active.reshape(-1, LANES).any(axis=1).sum())
         self.place[active] += 1
         if flag:
             holds = self.registers[flag.lstrip("!")] != 0

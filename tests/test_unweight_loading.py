@@ -15,7 +15,7 @@ from jinfire.layout import StageLayout, projection_of
 from jinfire.loading import RandomSource, load_params
 from jinfire.models.spec import abstract_tree
 from jinfire.programs.abstract import AbstractPrograms, Sizes
-from jinfire.unweight.tensor import MESH_AXES, RAGGED, UnweightTensor
+from jinfire.unweight.tensor import MESH_AXES, RAGGED, UnweightTensor, common_length
 from pallas_kernels import KERNELS, UnweightMatrix
 from sharding import MeshSpec, make_mesh
 
@@ -61,9 +61,8 @@ def source(config: jf.ModelConfig) -> ChangedSource:
     return ChangedSource(RandomSource(config), far_exponents)
 
 
-def loaded(config: jf.ModelConfig, spec: MeshSpec, unweight: str | None):
-    policy = None if unweight is None else jf.UnweightPolicy.uniform(unweight)
-    layout = StageLayout(config, spec, policy)
+def loaded(config: jf.ModelConfig, spec: MeshSpec, variant: str):
+    layout = StageLayout(config, spec, jf.UnweightPolicy.uniform(variant))
     mesh = make_mesh(spec, jax.devices()[: spec.size])
     return layout, load_params(source(config), layout, mesh, BFLOAT16)
 
@@ -97,7 +96,7 @@ def parts(weight: jax.Array | UnweightTensor, stacked: bool) -> dict[jax.Device,
 def test_every_device_holds_its_own_part(model, spec, form):
     """Whichever axis is split; padded vocabulary and stages without a layer are zeros."""
     config = MODELS[model]
-    layout, plain = loaded(config, spec, None)
+    layout, plain = loaded(config, spec, "dense")
     _, coded = loaded(config, spec, FORMS[form])
     assert coded.keys() == plain.keys()
     tensors = StageLayout(config, spec, jf.UnweightPolicy.uniform(FORMS[form])).tensors
@@ -111,11 +110,47 @@ def test_every_device_holds_its_own_part(model, spec, form):
             np.testing.assert_array_equal(found[device], words, err_msg=f"{name} on {device}")
 
 
+def test_layers_of_a_kind_have_one_shape():
+    """They are traced once for all; a layer that is far from the others keeps its own shape."""
+
+    def one_far_layer(name: str, values: np.ndarray) -> np.ndarray:
+        if name == "layers.4.mlp.gate.weight":
+            values[:, ::3] *= np.float32(1e-30)
+        return values
+
+    model = dataclasses.replace(DENSE, layers=DENSE.layers[:1] * 8)
+    changed = ChangedSource(RandomSource(model), one_far_layer)
+    for form in FORMS.values():
+        layout = StageLayout(model, MeshSpec(), jf.UnweightPolicy.uniform(form))
+        mesh = make_mesh(MeshSpec(), jax.devices()[:1])
+        params = load_params(changed, layout, mesh, BFLOAT16)
+        shapes: dict[str, set] = {}
+        for name, weight in params.items():
+            if isinstance(weight, UnweightTensor):
+                own = tuple(array.shape for array in weight.matrix.arrays().values())
+                shapes.setdefault(projection_of(name), set()).add(own)
+        counts = {projection: len(found) for projection, found in shapes.items()}
+        assert counts.pop("mlp.gate") == 2
+        assert set(counts.values()) == {1}
+        held = parts(params["layers.3.mlp.gate.weight"], True)
+        expected = changed.read("layers.3.mlp.gate.weight", (slice(None),) * 2)
+        np.testing.assert_array_equal(
+            held[jax.devices()[0]], expected.astype(BFLOAT16).view(np.uint16)
+        )
+
+
+@pytest.mark.parametrize(
+    ("lengths", "spare", "common"),
+    [([7], 0, 7), ([10, 12, 11], 1, 12), ([10, 12, 11], 0, 11), ([10, 10, 10, 90], 20, 10)],
+)
+def test_common_lengths(lengths, spare, common):
+    assert common_length(lengths, spare) == common
+
+
 def test_what_stays_dense_and_why():
     policy = jf.UnweightPolicy.uniform("direct")
     tensors = StageLayout(LATENT, MeshSpec(expert=2, tensor=2), policy).tensors
     why = {projection_of(name): tensor.why_dense for name, tensor in tensors.items()}
-    assert why["mlp.router"] in ("multiplied in float32", "stored as float32")
     assert tensors["layers.1.mlp.router.weight"].why_dense == "multiplied in float32"
     assert tensors["layers.1.mlp.experts.up.packed"].why_dense == "stored as int32"
     assert tensors["layers.1.mlp.experts.up.scale"].why_dense == "stored as bfloat16"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jinfire.unweight.device import device_form
-from jinfire.unweight.tensor import RAGGED, filled, room
+from jinfire.unweight.tensor import RAGGED, filled
 from pallas_kernels import unweight_rows
 
 SHAPE = (200, 192)  # a band of 8 rows behind three whole ones
@@ -46,12 +46,3 @@ def test_rows_are_those_of_the_matrix(form, content):
     found = jax.jit(unweight_rows)(matrix, ids)
     assert found.dtype == jnp.bfloat16
     np.testing.assert_array_equal(np.asarray(found).view(np.uint16), words[ids])
-
-
-def test_room_is_enough_and_not_much_more():
-    lengths = np.unique(np.geomspace(1, 1e8, 2000).astype(int))
-    rooms = [room(int(length)) for length in lengths]
-    assert room(0) == 1
-    for length, given in zip(lengths, rooms, strict=True):
-        assert length <= given <= max(length * (1 + 2**-5), length + 1)
-    assert len(set(rooms)) < 900

@@ -1,7 +1,8 @@
 """The leaf of a compressed weight: what devices hold in place of its values."""
 
 import dataclasses
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -40,6 +41,7 @@ USUAL_CODE_BITS = 2.75
 
 # Arrays whose length depends on the values, and the axis that has it.
 RAGGED = {"verbatim_row": -1, "verbatim": -2, "stream": -1, "escapes": -1}
+LENGTHS = (("verbatim_row", "verbatim"), ("stream",), ("escapes",))
 
 
 @jax.tree_util.register_dataclass
@@ -112,13 +114,14 @@ def filled(field: str, array: np.ndarray, length: int, matrix: UnweightMatrix) -
     return np.pad(array, widths, constant_values=value)
 
 
-def room(length: int, digits: int = 6) -> int:
-    """The length that a ragged array is given: at least 1, and rounded up to some binary digits.
+def common_length(lengths: Sequence[int], spare: int) -> int:
+    """The length that weights of one kind share: of the longest that is no outlier.
 
-    Layers of one kind so mostly have arrays of one shape, and are traced once for all of them.
+    Of one shape they are traced, and their kernels compiled, once for all. `spare` is what the
+    median may be filled up by.
     """
-    step = 2 ** max(0, max(1, length - 1).bit_length() - digits)
-    return max(1, -(-length // step) * step)
+    most = statistics.median(lengths) + spare
+    return max(length for length in lengths if length <= most)
 
 
 def usual_matrix(shape: tuple[int, ...], form: str) -> UnweightMatrix:
@@ -141,10 +144,10 @@ def usual_matrix(shape: tuple[int, ...], form: str) -> UnweightMatrix:
             "codes": array(jnp.uint32, tiling.rows, 6),
             "tile_first": array(jnp.uint32, tiling.tiles + 1),
             "pair_first": array(jnp.uint16, tiling.pairs),
-            "escapes": array(jnp.uint8, room(int(F * D * USUAL_ESCAPES))),
+            "escapes": array(jnp.uint8, max(1, int(F * D * USUAL_ESCAPES))),
         }
     else:
-        verbatim = room(int(tiling.rows * USUAL_VERBATIM))
+        verbatim = max(1, int(tiling.rows * USUAL_VERBATIM))
         arrays |= {
             "verbatim_row": array(jnp.int32, verbatim),
             "verbatim": array(jnp.uint8, verbatim, ROW),
@@ -154,7 +157,7 @@ def usual_matrix(shape: tuple[int, ...], form: str) -> UnweightMatrix:
         arrays["codes"] = array(jnp.uint8, tiling.rows, ROW // 2)
     if form == "huffman":
         arrays |= {
-            "stream": array(jnp.uint32, room(int(F * D * USUAL_CODE_BITS / 32))),
+            "stream": array(jnp.uint32, max(1, int(F * D * USUAL_CODE_BITS / 32))),
             "chunk_first": array(jnp.uint32, tiling.chunks),
             "coded": array(jnp.uint16, tiling.chunks),
             "lengths": array(jnp.uint8, 16),
