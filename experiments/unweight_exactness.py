@@ -158,9 +158,9 @@ def _generate(
         placement=placement,
         # One program a phase: what differs is the weights alone.
         config=jf.EngineConfig(
-            max_rows=4,
+            max_rows=len(PROMPTS),
             max_context=128,
-            prefill_shapes=((1, 32),),
+            prefill_shapes=((len(PROMPTS), 32),),
             row_buckets=(),
             context_buckets=(),
             prefix_caching=False,
