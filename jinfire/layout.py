@@ -190,9 +190,13 @@ class StageLayout:
 
     @property
     def padded_vocab(self) -> int:
-        """Rows of the vocabulary on all devices; whole tiles on each where weights are coded."""
-        unit = 1 if self.unweight is None else UNWEIGHT_TILE
-        parts = self.mesh_spec.pipeline * self.shards * unit
+        """Rows of the vocabulary on all devices: whole tiles on each, where it has many.
+
+        Whether weights are compressed or not: a product of another width has other last bits.
+        """
+        parts = self.mesh_spec.pipeline * self.shards
+        if self.config.vocab_size >= parts * UNWEIGHT_TILE**2:
+            parts *= UNWEIGHT_TILE
         return -(-self.config.vocab_size // parts) * parts
 
     @functools.cached_property

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from jinfire.checkpoints import TensorSource, load_tokenizer, open_checkpoint, save
+from jinfire.models.spec import abstract_tree
 from jinfire.programs.forward import forward_program
 from jinfire.programs.runtime import CompileLog, MeshModel
 from jinfire.tokenizer import Tokenizer
@@ -62,13 +63,17 @@ class Model:
 
     def params(self) -> dict[str, jax.Array]:
         """All weights by logical name, e.g. `layers.3.attention.query.weight`, decompressed."""
-        tensors = self._model.layout.tensors
+        tensors, specs = self._model.layout.tensors, abstract_tree(self.config)
 
         # On one device there is one stage, and a slot is a layer.
         def logical(name: str, weight: Weight) -> jax.Array:
             if isinstance(weight, UnweightTensor):
-                return _decompressed(weight)
-            return weight[0] if tensors[name].stacked else weight
+                array = _decompressed(weight)
+            else:
+                array = weight[0] if tensors[name].stacked else weight
+            # A large vocabulary is padded to whole tiles.
+            rows = specs[name].shape[0]
+            return array if array.shape[0] == rows else array[:rows]
 
         return {name: logical(name, weight) for name, weight in self._model.params.items()}
 

@@ -25,17 +25,15 @@ def contract(x: jax.Array, weight: Weight, out_dtype: jnp.dtype | None = None) -
     Shapes: x [..., in], weight [out, in] -> [..., out]. `out_dtype` defaults to x's dtype and is
     also what the product accumulates into across devices.
     """
-    rows = x.reshape(-1, x.shape[-1])
-    num_rows = rows.shape[0]
-    if num_rows == 1 and x.dtype == jnp.bfloat16:
-        # XLA's CPU bfloat16 product of one row runs at a tenth of the memory bandwidth; two rows
-        # take the blocked path. Tensor cores pad to 8 or 16 rows anyway.
-        rows = jnp.concatenate([rows, rows])
-    rows, operand = _operand(rows, weight)
-    out_dtype = out_dtype or x.dtype
+    rows, operand = _operand(x.reshape(-1, x.shape[-1]), weight)
+    num_rows, out_dtype = rows.shape[0], out_dtype or x.dtype
     if isinstance(operand, UnweightMatrix):
         out = unweight_matmul(rows, operand, out_dtype=out_dtype)
     else:
+        if num_rows == 1 and x.dtype == jnp.bfloat16:
+            # XLA's CPU bfloat16 product of one row runs at a tenth of the memory bandwidth; two
+            # rows take the blocked path. Tensor cores pad to 8 or 16 rows anyway.
+            rows = jnp.concatenate([rows, rows])
         out = jnp.einsum("mk,nk->mn", rows, operand, preferred_element_type=out_dtype)
     return out[:num_rows].reshape(*x.shape[:-1], weight.shape[0])
 

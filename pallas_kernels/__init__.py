@@ -37,6 +37,7 @@ from pallas_kernels.unweight_decompress import (
     UNWEIGHT_HUFFMAN,
     UNWEIGHT_PALETTE,
     UNWEIGHT_TRANSCODE,
+    abstract_matrix,
     unweight_decompress,
     unweight_exponents,
     unweight_transcode,
@@ -107,6 +108,7 @@ __all__ = [
     "unweight_decode",
     "unweight_encode",
     # coded weights
+    "abstract_matrix",
     "unweight_decompress",
     "unweight_exponents",
     "unweight_transcode",

@@ -148,15 +148,12 @@ def _specs(form: str, names: tuple[str, ...], whole: bool) -> tuple[ArgSpec, ...
         build = partial(_build, make=make, form=form, names=names, F=F, D=D, **kind)
         return ArgSpec(name, build, {"shape": (F, D)})
 
+    experts = partial(_build_experts, form=form, names=names, F=64, D=128, rare=(3e-3, 0.0, 2e-2))
     found = [
         small("rare exponents", _with_rare, 128, 128, rare=3e-3),
         small("a lower last band", _with_rare, 83, 128, rare=3e-3),
+        ArgSpec("experts", experts, {"shape": (64, 128)}),
     ]
-    if form != "exponent":
-        experts = partial(
-            _build_experts, form=form, names=names, F=64, D=128, rare=(3e-3, 0.0, 2e-2)
-        )
-        found.append(ArgSpec("experts", experts, {"shape": (64, 128)}))
     if form != "exponent" and whole:
         found += [
             small("any words", _any_words, 64, 128),

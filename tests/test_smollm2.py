@@ -101,3 +101,27 @@ def test_perplexity(checkpoint):
     ids = model.tokenizer.encode(LICENCE.read_text()[:6000])[:512]
     assert ids[0] != model.config.bos_id
     assert model.perplexity(ids) == pytest.approx(18.83, rel=0.005)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("placement", [Placement.colocated((1, 1)), PLACEMENT], ids=str)
+def test_compressed_weights_give_the_same_tokens(checkpoint, placement):
+    """Tokens and log-probabilities to the bit, on one device and on two unequal meshes."""
+    prompts = ["The capital of France is", "Once upon a time, in a village by the sea,"]
+    params = [
+        SamplingParams(max_tokens=12, temperature=0, logprobs=5),
+        SamplingParams(max_tokens=12, seed=7, logprobs=5),
+    ]
+    bits = {"full": 10.9, "direct": 12.1, "compact": 11.5}
+    expected, plain_bytes = None, 0
+    for variant in (None, *bits):
+        engine = Engine.from_pretrained(
+            checkpoint, dtype="bfloat16", placement=placement, config=CONFIG, unweight=variant
+        )
+        found = [(output.token_ids, output.logprobs) for output in engine.generate(prompts, params)]
+        held = engine.stats()["weight_bytes"]
+        if variant is None:
+            expected, plain_bytes = found, held
+        else:
+            assert found == expected, variant
+            assert 16 * held / plain_bytes < bits[variant]

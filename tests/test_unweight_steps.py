@@ -48,9 +48,9 @@ def test_other_variants_write_what_they_say() -> None:
     steps = compiled("dense", "full", "exponent", "transcode")
     dense = steps["dense"]
     for variant, kernels, written in (
-        ("full", ("unweight_huffman",), 1),
-        ("exponent", ("unweight_exponents", "unweight_exponent_matmul"), 1 / 2),
-        ("transcode", ("unweight_transcode", "unweight_palette_matmul"), 1 / 4),
+        ("full", ("unweight_huffman_words",), 1),
+        ("exponent", ("unweight_huffman_exponents", "unweight_exponent_matmul"), 1 / 2),
+        ("transcode", ("unweight_huffman_codes", "unweight_palette_matmul"), 1 / 4),
     ):
         step = steps[variant]
         assert all(step["kernels"][kernel] == PRODUCTS for kernel in kernels)

@@ -24,7 +24,8 @@ from jinfire.programs.decode import decode_program
 from jinfire.programs.prefill import prefill_program
 from jinfire.programs.runtime import REPLICATED, CompileLog, MeshModel
 from jinfire.unweight.policy import Choice, UnweightPolicy
-from jinfire.unweight.tensor import UnweightTensor, usual_matrix
+from jinfire.unweight.tensor import UnweightTensor
+from pallas_kernels import abstract_matrix
 from sharding import Device, MeshSpec, make_mesh
 
 STOP_IDS = 8
@@ -115,9 +116,10 @@ class AbstractPrograms:
 
     def _coded(self, shape: tuple[int, ...], choice: Choice) -> UnweightTensor:
         axes = tuple(self.model.mesh.shape[axis] for axis in CODED_SPEC)
+        *experts, F, D = shape
         return jax.tree.map(
             lambda leaf: self._array((*axes, *leaf.shape), leaf.dtype, CODED_SPEC),
-            UnweightTensor(usual_matrix(shape, choice.form), choice),
+            UnweightTensor(abstract_matrix(choice.form, F, D, tuple(experts)), choice),
         )
 
     def pools(self) -> Pools:

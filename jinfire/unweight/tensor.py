@@ -3,7 +3,6 @@
 import dataclasses
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,6 @@ import numpy as np
 
 from jinfire.unweight.policy import VARIANTS, Choice
 from pallas_kernels import (
-    MatrixTiling,
     UnweightMatrix,
     unweight_decompress,
     unweight_exponents,
@@ -29,15 +27,6 @@ PREPARED: dict[str, Callable[[UnweightMatrix], UnweightMatrix]] = {
     "direct": lambda matrix: matrix,
     "compact": lambda matrix: matrix,
 }
-
-ROW = 64
-"""Weights of a row."""
-
-# Trained weights: exponents beyond the seven most frequent, rows with one beyond sixteen, bits of
-# a Huffman code.
-USUAL_ESCAPES = 0.04
-USUAL_VERBATIM = 0.011
-USUAL_CODE_BITS = 2.75
 
 # Arrays whose length depends on the values, and the axis that has it.
 RAGGED = {"verbatim_row": -1, "verbatim": -2, "stream": -1, "escapes": -1}
@@ -122,44 +111,3 @@ def common_length(lengths: Sequence[int], spare: int) -> int:
     """
     most = statistics.median(lengths) + spare
     return max(length for length in lengths if length <= most)
-
-
-def usual_matrix(shape: tuple[int, ...], form: str) -> UnweightMatrix:
-    """Shapes and types of a form's arrays, those that depend on the values as trained ones have.
-
-    Shapes: `shape` [F, D] or [E, F, D].
-    """
-    *experts, F, D = shape
-    tiling = MatrixTiling(F, D)
-
-    def array(dtype: Any, *sizes: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((*experts, *sizes), dtype)
-
-    arrays = {
-        "sign_mantissa": array(jnp.uint8, tiling.rows, ROW),
-        "palette": array(jnp.uint8, 16),
-    }
-    if form == "compact":
-        arrays |= {
-            "codes": array(jnp.uint32, tiling.rows, 6),
-            "tile_first": array(jnp.uint32, tiling.tiles + 1),
-            "pair_first": array(jnp.uint16, tiling.pairs),
-            "escapes": array(jnp.uint8, max(1, int(F * D * USUAL_ESCAPES))),
-        }
-    else:
-        verbatim = max(1, int(tiling.rows * USUAL_VERBATIM))
-        arrays |= {
-            "verbatim_row": array(jnp.int32, verbatim),
-            "verbatim": array(jnp.uint8, verbatim, ROW),
-            "verbatim_first": array(jnp.int32, tiling.tiles + 1),
-        }
-    if form == "palette":
-        arrays["codes"] = array(jnp.uint8, tiling.rows, ROW // 2)
-    if form == "huffman":
-        arrays |= {
-            "stream": array(jnp.uint32, max(1, int(F * D * USUAL_CODE_BITS / 32))),
-            "chunk_first": array(jnp.uint32, tiling.chunks),
-            "coded": array(jnp.uint16, tiling.chunks),
-            "lengths": array(jnp.uint8, 16),
-        }
-    return UnweightMatrix(form=form, shape=(F, D), **arrays).check()
