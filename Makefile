@@ -24,7 +24,7 @@ PIP = $(BIN)/python -m pip install $(PIP_FLAGS)
 say = @printf '==> %s\n'
 
 .PHONY: help demo model test test-all lint format types pytest pytest-all install install-dev install-aot \
-        venv resources gpu-check gpu-check-dry peers peer-hf peer-llama lock clean distclean
+        venv resources gpu-check gpu-check-dry peers peer-hf peer-llama peer-zipnn lock clean distclean
 
 help:
 	@echo "make demo      environment, a small real model, the main job"
@@ -33,7 +33,7 @@ help:
 	@echo "make format    formats and fixes the code"
 	@echo "make resources registers and shared memory of every GPU kernel, compiled without a GPU"
 	@echo "make gpu-check the kernels on this machine's GPU: right, and how fast (PYTHON=python3)"
-	@echo "make peers     Hugging Face and llama.cpp in environments of their own, to compare with"
+	@echo "make peers     Hugging Face, llama.cpp and ZipNN in environments of their own, to compare with"
 	@echo "make lock      resolves requirements/*.lock again"
 	@echo "make clean     removes the environment and caches (distclean: the peers too)"
 
@@ -123,7 +123,7 @@ gpu-check:
 gpu-check-dry: install
 	@$(BIN)/python -m experiments.kernels --interpret --smoke
 
-peers: peer-hf peer-llama
+peers: peer-hf peer-llama peer-zipnn
 
 # make peers PEER_PYTHON=/path/to/python3.11
 PEER_PYTHON ?=
@@ -146,6 +146,16 @@ peer-llama:
 	    "$$python" -m venv .peers/llama; \
 	    .peers/llama/bin/python -m pip install $(PIP_FLAGS) llama-cpp-python==0.3.36 gguf; \
 	    touch .peers/llama/.installed; \
+	fi
+
+peer-zipnn:
+	@if [ ! -e .peers/zipnn/.installed ]; then \
+	    python=$$(PYTHON="$(PEER_PYTHON)" .ci/find-python 11); \
+	    echo "==> ZipNN and zstd in .peers/zipnn"; \
+	    rm -rf .peers/zipnn; \
+	    "$$python" -m venv .peers/zipnn; \
+	    .peers/zipnn/bin/python -m pip install $(PIP_FLAGS) torch==2.13.0 zipnn==0.5.4 zstandard==0.25.0; \
+	    touch .peers/zipnn/.installed; \
 	fi
 
 # The newest versions that pyproject.toml allows, for every supported Python, with the hashes of all their files.

@@ -34,10 +34,17 @@ from experiments.kv_capacity import KV_CAPACITY
 from experiments.kv_codec import KV_CODEC
 from experiments.parallelism import PARALLELISM
 from experiments.train_tiny import TRAIN_TINY
+from experiments.unweight_ablation import UNWEIGHT_ABLATION
+from experiments.unweight_exactness import UNWEIGHT_EXACTNESS
+from experiments.unweight_ratio import UNWEIGHT_RATIO
+from experiments.unweight_speed import UNWEIGHT_SPEED
 
 EXPERIMENTS: dict[str, Experiment] = {
     e.name: e
-    for e in (DISAGGREGATION, ENGINE_SPEED, KV_CAPACITY, KV_CODEC, PARALLELISM, TRAIN_TINY)
+    for e in (
+        *(DISAGGREGATION, ENGINE_SPEED, KV_CAPACITY, KV_CODEC, PARALLELISM, TRAIN_TINY),
+        *(UNWEIGHT_ABLATION, UNWEIGHT_EXACTNESS, UNWEIGHT_RATIO, UNWEIGHT_SPEED),
+    )
 }
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
@@ -71,6 +78,7 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--trace", type=pathlib.Path, help="a Mooncake trace for the request lengths")
     run.add_argument("--hf-python", type=pathlib.Path, default=defaults.hf_python)
     run.add_argument("--llama-python", type=pathlib.Path, default=defaults.llama_python)
+    run.add_argument("--zipnn-python", type=pathlib.Path, default=defaults.zipnn_python)
 
     paper = commands.add_parser("tables", help="write paper/tables from the rows")
     paper.add_argument(
@@ -123,6 +131,7 @@ def _run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         trace=args.trace,
         hf_python=args.hf_python,
         llama_python=args.llama_python,
+        zipnn_python=args.zipnn_python,
     )
     if args.trace and not args.results:
         raise ValueError("--trace: expected --results too; rows of your own trace are kept apart")

@@ -61,6 +61,7 @@ class Options:
     trace: pathlib.Path | None = None
     hf_python: pathlib.Path = ROOT / ".peers" / "hf" / "bin" / "python"
     llama_python: pathlib.Path = ROOT / ".peers" / "llama" / "bin" / "python"
+    zipnn_python: pathlib.Path = ROOT / ".peers" / "zipnn" / "bin" / "python"
     cache: pathlib.Path = ROOT / ".cache" / "experiments"
 
 

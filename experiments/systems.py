@@ -85,6 +85,17 @@ def llama_process(options: Options) -> System:
     return System("llama", [options.llama_python, PEERS / "llama_cpp_bench.py"])
 
 
+def codec_process() -> System:
+    return System("jinfire", [sys.executable, "-m", "experiments.unweight_worker"])
+
+
+def zipnn_process(options: Options) -> System:
+    _require("ZipNN", options.zipnn_python)
+    # Its torch warns of what ZipNN does at import.
+    quiet = ("-W", "ignore::FutureWarning")
+    return System("zipnn", [options.zipnn_python, *quiet, PEERS / "zipnn_bench.py"])
+
+
 STARTERS: dict[str, Callable[[Options], System]] = {"hf": hf_process, "llama": llama_process}
 
 

