@@ -17,8 +17,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import vector
 
-from pallas_kernels.jax_threads import JaxThreads, to_words
-from pallas_kernels.threads import THREADS, GpuThread, Word, Words
+from pallas_kernels.threads import (
+    THREADS,
+    WARP,
+    GpuThread,
+    NumpyThreads,
+    Word,
+    Words,
+    _to_words,
+)
 
 ROWS = COLUMNS = 64
 HALVES = 2  # rows of a lane
@@ -44,6 +51,16 @@ class WarpgroupThread(GpuThread):
                 convergent=True,
             )
         )
+
+
+class NumpyWarpgroup(NumpyThreads):
+    """Machine that carries out a program for all threads of a warpgroup."""
+
+    def __init__(self, memory: Mapping[str, Any]) -> None:
+        super().__init__({name: _to_words(np.asarray(x)) for name, x in memory.items()}, 0)
+
+    def any(self, flag: np.ndarray) -> np.ndarray:
+        return np.repeat(flag.reshape(-1, WARP).any(axis=1), WARP)
 
 
 def operand(
@@ -88,11 +105,14 @@ def operand(
 
 
 def _carry_out(program: Program, refs: Mapping[str, Any], scalars: Mapping[str, Any]) -> jax.Array:
-    def spread(scalar: jax.Array) -> jax.Array:
-        return jnp.broadcast_to(scalar.astype(jnp.uint32), (THREADS,))
+    def run(memory: Mapping[str, Any], scalars: Mapping[str, Any]) -> np.ndarray:
+        machine = NumpyWarpgroup(memory)
+        own = jax.tree.map(lambda x: machine.word(int(x) & 0xFFFFFFFF), scalars)
+        return np.stack(program(machine, **own), axis=1)
 
-    threads = JaxThreads({name: to_words(ref[...]) for name, ref in refs.items()}, jnp.uint32(0))
-    words = jnp.stack(program(threads, **jax.tree.map(spread, dict(scalars))), axis=1)
+    shape = jax.ShapeDtypeStruct((THREADS, HALVES * PAIRS), jnp.uint32)
+    memory = {name: ref[...] for name, ref in refs.items()}
+    words = jax.pure_callback(run, shape, memory, dict(scalars), vmap_method="sequential")
     pairs = jax.lax.bitcast_convert_type(words, jnp.bfloat16)
     # Warp, g, q, half, i, e -> row 16w + 8 half + g, column 8i + 2q + e.
     axes = pairs.reshape(4, 8, 4, HALVES, PAIRS, 2)
