@@ -427,6 +427,8 @@ def child_command(args: argparse.Namespace, part: str, until: float) -> list[str
 
 # -- the command
 
+INTERPRETER_THREADS = 16
+
 
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="python -m experiments.kernels", description=__doc__)
@@ -462,4 +464,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    if "--interpret" in sys.argv:
+        # Warpgroups of an interpreted kernel wait for each other on threads of XLA's pool, which
+        # has one for every core or device: with two of them they may wait for ever.
+        jax.config.update("jax_num_cpu_devices", INTERPRETER_THREADS)
     sys.exit(main())
