@@ -13,6 +13,11 @@ from pallas_kernels.latent_attention_mosaic import REGISTERS as LATENT_REGISTERS
 from pallas_kernels.prefill_attention_mosaic import REGISTERS as PREFILL_REGISTERS
 from pallas_kernels.toolchain import ToolchainMissing, assembler_version, environment, run_python
 
+# Built of the same parts as others, which are compiled every time.
+ALIKE = (
+    *("unweight_exponents", "unweight_transcode", "unweight_exponent_matmul"),
+    *(f"grouped_unweight_{form}_matmul" for form in ("palette", "exponent", "compact")),
+)
 MOSAIC = [name for name, kernel in KERNELS.items() if "mosaic" in kernel.implementations]
 
 
@@ -37,7 +42,9 @@ def small() -> dict:
     # Both are sm_90a, and get the same code but for the number of multiprocessors.
     [pytest.param(t, marks=[pytest.mark.long] if t != "h200" else []) for t in TARGET_NAMES],
 )
-@pytest.mark.parametrize("name", MOSAIC)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.long] if n in ALIKE else []) for n in MOSAIC]
+)
 def test_takes_what_is_recorded(name: str, target: str) -> None:
     rows = aot.measure([name], [target])
     record = [r for r in aot.recorded() if r["kernel"] == name and r["target"] == target]

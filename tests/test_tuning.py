@@ -33,7 +33,7 @@ SPACE = {"rows": (32, 64, 128, 256, 512), "slots": (2, 3, 4)}
 
 def resources(said: str = "", **changes: int) -> tuple[Resources, str]:
     launch = Launch("k", 168, 0, 1024, 384, (132, 1, 1))
-    return Resources((dataclasses.replace(launch, **changes),), 0, 0, 0, 0, ("k",)), said
+    return Resources((dataclasses.replace(launch, **changes),), 0, 0, 0, 0, ("k",), ""), said
 
 
 def fails() -> tuple[Resources, str]:

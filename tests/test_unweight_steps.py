@@ -29,6 +29,7 @@ def compiled(*variants: str) -> dict[str, dict]:
     return json.loads(run_python(str(SCRIPT), *variants))
 
 
+@pytest.mark.long
 def test_direct_and_compact_weights_are_never_whole() -> None:
     steps = compiled("dense", "direct", "compact")
     dense = steps["dense"]
