@@ -102,7 +102,10 @@ def test_overfull_messages_are_followed_by_their_exponents():
 
 @pytest.mark.parametrize(
     "name",
-    ["kimi_k2_sharded_bf16", pytest.param("llama4_step2_bf16", marks=pytest.mark.long)],
+    [
+        pytest.param(name, marks=pytest.mark.long)
+        for name in ("kimi_k2_sharded_bf16", "llama4_step2_bf16")
+    ],
 )
 def test_golden_models(golden, name):
     """Trained shapes: latents on copies, and rings, of bfloat16."""

@@ -110,6 +110,7 @@ def check_transfer(plan, layers, kv_heads):
             assert block[name].dtype == jnp.bfloat16
             assert block[name].sharding == plan.target.block_sharding(HEADS_DIM)
             np.testing.assert_array_equal(bits(block[name]), want)
+    jax.block_until_ready(received)  # also copies that were not looked at
     assert flight.is_ready()
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(bits, blocks), before)
 

@@ -109,7 +109,7 @@ def test_golden_engines_in_every_variant(golden, name):
     ("name", "variants"),
     [
         ("llama32_tied_sharded_bf16", tuple(jf.VARIANTS)),
-        ("mixtral_bf16", ("exponent", "direct", "compact")),
+        pytest.param("mixtral_bf16", ("exponent", "direct", "compact"), marks=pytest.mark.long),
         ("kimi_k2_int4", ("transcode", "full_compact")),
     ],
 )

@@ -46,6 +46,7 @@ def test_speed_smoke(tmp_path: Path) -> None:
             assert speed["value"] > 0
 
 
+@pytest.mark.long
 def test_exactness_smoke(tmp_path: Path) -> None:
     rows = run_smoke("unweight_exactness", tmp_path)["rows"]
     for row in rows:

@@ -66,6 +66,7 @@ def test_moves_stay_in_one_form():
     assert "exponent to 32 rows, full" in found
 
 
+@pytest.mark.long
 def test_real_engines_are_measured(golden, tmp_path, capsys):
     path = tmp_path / "policy.json"
     sizes = {"requests": 2, "prompt-tokens": 8, "new-tokens": 4, "repetitions": 1}
