@@ -94,9 +94,9 @@ class Experiment:
     summary: str
     configs: Callable[[bool], Sequence[Config]]
     run: Callable[[Sequence[Config], Options], Iterable[Measured]]
-    devices: Callable[[Config], int]
     sources: tuple[str, ...]
     tables: Mapping[str, Callable[[Sequence[Row]], Any]]
+    devices: Callable[[Config], int] = lambda config: 1
     adapt: Callable[[Config, Options], Config] = lambda config, options: config
     compiles_for_gpus: bool = False
     output: Callable[[Config, Options], pathlib.Path | None] = lambda config, options: None

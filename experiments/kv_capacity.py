@@ -13,7 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 import jinfire as jf
-from experiments.harness import Config, Experiment, Measured, Options, Row
+from experiments.harness import Experiment, Measured, Options, Row
 from experiments.tables import Cell, Table, number, provenance
 
 GIB = 2**30
@@ -215,11 +215,6 @@ def _unweight(config: UnweightCapacityConfig) -> Measured:
     )
 
 
-def devices(config: Config) -> int:
-    """Nothing runs on a device."""
-    return 1
-
-
 def table(rows: Sequence[Row]) -> Table:
     rows = [row for row in rows if "unweight" not in row["config"]]
     lines = []
@@ -324,7 +319,6 @@ KV_CAPACITY = Experiment(
     summary="tokens of keys and values that large models leave room for, from compiled steps",
     configs=configs,
     run=run,
-    devices=devices,
     sources=("jinfire", "sharding", "pallas_kernels", "experiments/kv_capacity.py"),
     tables={"kv_capacity": table, "kv_capacity_unweight": unweight_table},
     compiles_for_gpus=True,

@@ -11,7 +11,7 @@ import numpy as np
 from tqdm import tqdm
 
 import jinfire as jf
-from experiments.harness import Config, Experiment, Measured, Options, Row
+from experiments.harness import Experiment, Measured, Options, Row
 from experiments.tables import Cell, Table, number, provenance
 from experiments.weight_sets import ALL, MLP, WEIGHT_SETS, kind_of, words_of
 
@@ -108,11 +108,6 @@ def encoded_bits(tensors: Mapping[str, np.ndarray], config: UnweightAblationConf
     return 8 * size_bytes / sum(words.size for words in chosen)
 
 
-def devices(config: Config) -> int:
-    """Nothing runs on a device."""
-    return 1
-
-
 CHOICES = {
     "row_weights": "weights in a row",
     "palette_entries": "entries of the palette",
@@ -160,7 +155,6 @@ UNWEIGHT_ABLATION = Experiment(
     summary="bits per weight by row, palette, chunk, code length, tensors and form",
     configs=configs,
     run=run,
-    devices=devices,
     sources=(
         *("pallas_kernels/unweight_format.py", "pallas_kernels/unweight_blob.py"),
         *("pallas_kernels/unweight_huffman.py", "experiments/unweight_ablation.py"),

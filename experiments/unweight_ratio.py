@@ -17,7 +17,7 @@ import numpy as np
 from tqdm import tqdm
 
 import jinfire as jf
-from experiments.harness import Config, Experiment, Measured, Options, Row
+from experiments.harness import Experiment, Measured, Options, Row
 from experiments.systems import zipnn_process
 from experiments.tables import Cell, Table, number, provenance
 from experiments.weight_sets import (
@@ -307,11 +307,6 @@ def folder_bytes(folder: pathlib.Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def devices(config: Config) -> int:
-    """Nothing runs on a device."""
-    return 1
-
-
 def parts_table(rows: Sequence[Row]) -> Table:
     """Bits per weight by weight set and kind of tensor."""
     rows = [row for row in rows if row["config"]["part"] in (MLP, ATTENTION, EMBEDDING, ALL, OTHER)]
@@ -425,7 +420,6 @@ UNWEIGHT_RATIO = Experiment(
     summary="bits per weight by kind of tensor, whole files beside ZipNN and zstd",
     configs=configs,
     run=run,
-    devices=devices,
     sources=(
         *("jinfire/unweight", "jinfire/checkpoints", "pallas_kernels/unweight_blob.py"),
         "pallas_kernels/unweight_huffman.py",

@@ -18,7 +18,6 @@ from typing import Any
 from tqdm import tqdm
 
 from experiments.harness import (
-    Config,
     Experiment,
     Measured,
     Options,
@@ -174,11 +173,6 @@ def _rounds(
     )
 
 
-def devices(config: Config) -> int:
-    """Nothing runs on a device."""
-    return 1
-
-
 def table(rows: Sequence[Row]) -> Table:
     lines = []
     for row, way in itertools.product(rows, (COMPRESS, DECOMPRESS)):
@@ -221,7 +215,6 @@ UNWEIGHT_SPEED = Experiment(
     summary="speed of compressing and decompressing weights beside ZipNN and zstd",
     configs=configs,
     run=run,
-    devices=devices,
     sources=(
         *("jinfire/unweight", "pallas_kernels/unweight_blob.py"),
         "pallas_kernels/unweight_huffman.py",

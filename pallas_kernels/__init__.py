@@ -31,6 +31,8 @@ from pallas_kernels.paged_attention import PAGED_ATTENTION, paged_attention, wri
 from pallas_kernels.prefill_attention import PREFILL_ATTENTION, prefill_attention
 from pallas_kernels.toolchain import ToolchainMissing, run_python
 from pallas_kernels.unweight_blob import (
+    HASH_AT,
+    HEADER_BYTES,
     Corrupt,
     TileOrder,
     UnweightHeader,
@@ -112,6 +114,8 @@ __all__ = [
     "decode_kv",
     "merge_kv",
     # compressed weights: the format, and its oracle
+    "HASH_AT",
+    "HEADER_BYTES",
     "Corrupt",
     "TileOrder",
     "UnweightHeader",

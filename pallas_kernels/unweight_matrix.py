@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.unweight_blob import PALETTE, TILE_ROWS
+
 ROW = 64  # weights of a row
-TILE_ROWS = 64
 CHUNK_ROWS = 16
-PALETTE = 16  # exponents of a palette
 COMPACT = 7  # exponents with a 3-bit code; code 7 is the escape
 PLANES = 6  # uint32 words of a row of 3-bit codes
 MAX_BITS = 12  # of a Huffman code

@@ -11,6 +11,8 @@ from jinfire.unweight import kernels
 from jinfire.unweight.coding import NIBBLE_WORDS, OPTIONS, Coding, count_symbols, fill, plan
 from jinfire.unweight.tiles import as_input, on_threads, on_tiles, threads, verbatim_before
 from pallas_kernels import (
+    HASH_AT,
+    HEADER_BYTES,
     Corrupt,
     TileOrder,
     UnweightHeader,
@@ -22,8 +24,6 @@ from pallas_kernels import (
     unpack_nibbles,
 )
 
-HEADER_BYTES = 64
-HASH_AT = 56
 WORDS = {"BF16": np.dtype("<u2"), "F32": np.dtype("<u4"), "I32": np.dtype("<i4")}
 ROW, TILE_ROWS = kernels.ROW, kernels.TILE_ROWS
 NOTHING = np.empty(0, np.uint8)

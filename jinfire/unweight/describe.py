@@ -12,10 +12,9 @@ from jinfire.unweight.container import CODED_DTYPES, SUFFIX, Coded, Options, Ten
 from jinfire.unweight.decompress import compressed_record
 from jinfire.unweight.files import read_header
 from jinfire.unweight.folder import find_folder, source_index
-from pallas_kernels import UnweightHeader
+from pallas_kernels import HEADER_BYTES, UnweightHeader
 
 RAW = "raw"
-HEADER_BYTES = 64
 WEIGHTS_OF_A_WORD = 8
 
 

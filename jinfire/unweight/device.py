@@ -4,12 +4,11 @@ import math
 
 import numpy as np
 
-from jinfire.unweight.coding import ROW, Coding, fill, plan
+from jinfire.unweight.coding import OPTIONS, ROW, Coding, fill, plan
 from jinfire.unweight.tiles import on_threads
 from pallas_kernels import TileOrder, UnweightMatrix
 
 DEVICE_FORMS = ("huffman", "palette", "compact")
-PALETTE = 16
 ROW_CODES = {"palette": (np.uint8, 32), "compact": (np.uint32, 6)}
 # A decoder looks at the bits behind a chunk, and compiled programs take no empty array.
 STREAM_PADDING_BYTES = 8
@@ -71,7 +70,7 @@ def _arrays(order: TileOrder, form: str, E: int, verbatim_rows: int) -> dict[str
     R = order.rows
     arrays = {
         "sign_mantissa": np.empty((E, R, ROW), np.uint8),
-        "palette": np.zeros((E, PALETTE), np.uint8),
+        "palette": np.zeros((E, OPTIONS.palette), np.uint8),
     }
     if form == "compact":
         arrays["tile_first"] = np.empty((E, order.tiles + 1), np.uint32)
@@ -82,7 +81,7 @@ def _arrays(order: TileOrder, form: str, E: int, verbatim_rows: int) -> dict[str
         arrays["verbatim"] = np.zeros((E, V, ROW), np.uint8)
         arrays["verbatim_first"] = np.zeros((E, order.tiles + 1), np.int32)
     if form == "huffman":
-        arrays["lengths"] = np.zeros((E, PALETTE), np.uint8)
+        arrays["lengths"] = np.zeros((E, OPTIONS.palette), np.uint8)
         arrays["coded"] = np.empty((E, order.chunks), np.uint16)
         arrays["chunk_bytes"] = np.empty((E, order.chunks), np.int64)
     else:
